@@ -1,0 +1,43 @@
+"""gRPC channel and server options, spelled once.
+
+gRPC ignores an option whose key it does not know, so a misspelt key fails silently (and long calls then die with
+"Too many pings"); tests/unit/common checks these against a real server with a pinging client.
+"""
+
+from typing import Final
+
+Option = tuple[str, int | str]
+
+PUBLIC_MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+PRIVATE_MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+
+KEEPALIVE_TIME_MS: Final = 30_000
+KEEPALIVE_TIMEOUT_MS: Final = 10_000
+
+
+def server_options(max_message_bytes: int) -> list[Option]:
+    """Options of a server that survives clients which ping whenever they like."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int) -> list[Option]:
+    """Options of a channel that notices a dead peer within KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
