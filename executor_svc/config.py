@@ -1,0 +1,32 @@
+"""The executor's configuration; see common/config.py for where values come from. Loads no torch."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from common.config import Listen, ServiceConfig, Size
+
+
+class ExecutorConfig(ServiceConfig):
+    """Frozen; made by `load_config(ExecutorConfig, argv)`."""
+
+    service: ClassVar[str] = "executor"
+
+    listen: Listen = Field("127.0.0.1:50052", description="where the scheduler connects: host:port or unix:path")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of weights and KV cache; auto: float32 on the CPU and in exact mode, else the model's"
+    )
+    numerics: Literal["exact", "fast"] = Field(
+        "fast", description="exact: tokens do not depend on batch, chunks, cache or restarts"
+    )
+    block_size: int = Field(16, ge=1, le=256, description="tokens in one KV block")
+    num_blocks: int = Field(0, ge=0, description="KV blocks; 0: measured, or from kv_cache_memory")
+    kv_cache_memory: Size = Field(0, ge=0, description="memory for KV blocks (2GiB); 0: measured")
+    max_num_seqs: int = Field(64, ge=1, description="sequences in one step, at most")
+    max_tokens_per_step: int = Field(2048, ge=1, description="tokens in one step, at most")
+    max_context: int = Field(0, ge=0, description="prompt and completion together, tokens; 0: the model's own")
+    attention_backend: str = Field("auto", description="which paged attention runs; auto: the best for the device")
+    threads: int = Field(0, ge=0, description="compute threads on the CPU; 0: what host, cgroup and affinity give")
+    lease_s: float = Field(5.0, gt=0, description="seconds without a ping after which a scheduler loses its lease")
+    drain_s: float = Field(10.0, ge=0, description="seconds steps in flight get to finish when stopping")

@@ -1,0 +1,62 @@
+"""The scheduler's configuration; see common/config.py for where values come from."""
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from common.config import Listen, ServiceConfig, Size, check_target, split_list
+from common.grpc_options import PUBLIC_MAX_MESSAGE_BYTES
+
+
+class SchedulerConfig(ServiceConfig):
+    """Frozen; made by `load_config(SchedulerConfig, argv)`. Names equal those of the core's configuration."""
+
+    service: ClassVar[str] = "scheduler"
+
+    listen: Listen = Field("127.0.0.1:50051", description="where the public API listens: host:port or unix:path")
+    served_model_name: str = Field("", description="the name clients call the model; empty: taken from the model")
+    executors: Annotated[tuple[str, ...], BeforeValidator(split_list)] = Field(
+        ("127.0.0.1:50052",), min_length=1, description="addresses of executors, separated by commas"
+    )
+    pipeline_depth: int = Field(2, ge=1, le=8, description="step plans in flight to one executor")
+    max_num_seqs: int = Field(64, ge=1, description="sequences in one step, at most")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step, at most")
+    max_prefill_chunk: int = Field(512, ge=0, description="prompt tokens of one sequence in one step; 0: no limit")
+    enable_prefix_cache: bool = Field(True, description="reuse the KV blocks of equal prefixes")
+    policy: Literal["fcfs", "priority"] = Field("fcfs", description="which waiting request goes first")
+    max_queued_requests: int = Field(1024, ge=1, description="waiting requests; more are refused")
+    max_queued_tokens: int = Field(4_000_000, ge=1, description="prompt tokens of all waiting requests; more refused")
+    slow_reader_s: float = Field(30.0, gt=0, description="seconds a client may leave its stream unread")
+    drain_s: float = Field(30.0, ge=0, description="seconds running requests get to finish when stopping")
+    tls_cert: Path | None = Field(None, description="PEM certificate chain of the public API")
+    tls_key: Path | None = Field(None, description="PEM key of that certificate")
+    tls_client_ca: Path | None = Field(None, description="PEM authorities whose client certificates are required")
+    auth_tokens_file: Path | None = Field(None, description="accepted bearer tokens, one per line")
+    max_message_bytes: Size = Field(PUBLIC_MAX_MESSAGE_BYTES, ge=65536, description="largest public message, bytes")
+    api_workers: int = Field(0, ge=0, description="0: the API runs in the core's process")
+    trace_window_interval_s: float = Field(5.0, gt=0, description="seconds between two traced windows of steps")
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="share of requests traced that carry no decision")
+    slow_step_ms: float = Field(0.0, ge=0, description="trace windows around steps slower than this; 0: never")
+
+    @field_validator("executors")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("an executor is named twice")
+        return tuple(check_target(address) for address in value)
+
+    @field_validator("api_workers")
+    @classmethod
+    def _in_process(cls, value: int) -> int:
+        if value:
+            raise ValueError("only 0 (the API in the core's process) is available in this version")
+        return value
+
+    @model_validator(mode="after")
+    def _tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: give both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        return self
