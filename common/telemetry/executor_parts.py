@@ -1,0 +1,21 @@
+"""The parts of a step on the executor, as named in traces. Both services name them: the executor for steps traced live,
+the scheduler for slow steps rebuilt from their result.
+"""
+
+from collections.abc import Iterator
+
+from common.messages import StepResult
+
+
+def executor_parts(result: StepResult) -> Iterator[tuple[str, int, int]]:
+    """(name, start, end) of each part the step had, in executor monotonic ns; at most 4."""
+    t = result.timings
+    # The end of the copies is known from events; where a device reports no start of its own, the phase before is it.
+    for name, start, end in (
+        ("host prepare", t.prepare_start_ns, t.prepare_end_ns),
+        ("copy in", t.copy_in_start_ns, t.copy_in_end_ns),
+        ("device run", t.device_start_ns, t.device_end_ns),
+        ("copy out", t.device_end_ns, t.copy_out_end_ns),
+    ):
+        if start and end:
+            yield name, start, end

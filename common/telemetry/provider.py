@@ -1,0 +1,87 @@
+"""Setting up tracing in a process: off, or an OTLP exporter, its thread and who we are."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from common.telemetry.pipeline import SHUTDOWN_TIMEOUT_S, SpanPipeline
+from common.telemetry.spans import SpanFactory, package_version
+
+SCHEDULER_SERVICE: Final = "stepwire-scheduler"
+EXECUTOR_SERVICE: Final = "stepwire-executor"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Tracing of one process, switched on."""
+
+    provider: TracerProvider
+    pipeline: SpanPipeline
+    spans: SpanFactory
+
+    def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+        """Flushes, for `timeout_s` at most. Idempotent. Blocks: an event loop calls it last, or in a thread."""
+        self.pipeline.shutdown(timeout_s)
+
+
+def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
+    """Where to export to; empty: nowhere. `configured` wins over the standard variables.
+
+    An address without a scheme means plain text, as everywhere in Stepwire.
+    """
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return ""
+    if environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none" and not configured:
+        return ""
+    endpoint = (
+        configured
+        or environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()
+        or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip()
+    )
+    if not endpoint:
+        return ""
+    protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
+    if protocol != "grpc":
+        _log.warning("OTEL_EXPORTER_OTLP_PROTOCOL is %s, but spans are exported over grpc only", protocol)
+    return endpoint if "://" in endpoint else f"http://{endpoint}"
+
+
+def service_resource(service_name: str, instance_id: str) -> Resource:
+    """Who exports. OTEL_RESOURCE_ATTRIBUTES adds to it; it does not rename a service, since two share a machine."""
+    return Resource.create(
+        {
+            "service.name": service_name,
+            "service.instance.id": instance_id,
+            "service.version": package_version(),
+            "service.namespace": "stepwire",
+        }
+    )
+
+
+def start_telemetry(service_name: str, instance_id: str, endpoint: str = "") -> Telemetry | None:
+    """Tracing as configured by `endpoint` or the environment; None, and no thread, when it is not."""
+    target = otlp_endpoint(endpoint, os.environ)
+    if not target:
+        return None
+    # Loaded here: a process that exports nothing needs no exporter in memory.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    _log.info("spans of %s go to %s", service_name, target)
+    return telemetry(service_name, instance_id, OTLPSpanExporter(endpoint=target))
+
+
+def telemetry(service_name: str, instance_id: str, exporter: SpanExporter, *, collect_s: float = 0.5) -> Telemetry:
+    """Tracing into `exporter`, which the result owns."""
+    resource = service_resource(service_name, instance_id)
+    pipeline = SpanPipeline(exporter, collect_s=collect_s)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(pipeline)
+    return Telemetry(provider, pipeline, SpanFactory(resource))
