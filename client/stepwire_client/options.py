@@ -1,0 +1,85 @@
+"""Where a client connects, how, and how often it tries."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from stepwire_client.errors import StepwireError, Unavailable
+
+DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
+DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files. Without `ca` the system's authorities are trusted; `cert` and `key` are for a server that asks."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises OSError when a file can't be read, ValueError when only one of cert and key is given."""
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("tls: cert and key belong together")
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.ca.read_bytes() if self.ca else None,
+            private_key=self.key.read_bytes() if self.key else None,
+            certificate_chain=self.cert.read_bytes() if self.cert else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Calls that fail UNAVAILABLE before any message came are tried again, `attempts` times in all.
+
+    Pauses double from `first_s` to at most `max_s`, each shortened at random by up to half, and are never shorter than
+    what the server asked for. A pause that would pass the call's deadline or `longest_s` is not made: the error is
+    raised.
+    """
+
+    attempts: int = 4
+    first_s: float = 0.2
+    max_s: float = 5.0
+    longest_s: float = 30.0
+
+    def pauses(self, draw: Callable[[], float] = random.random) -> Iterator[float]:
+        """The length of each pause, seconds."""
+        for attempt in range(self.attempts - 1):
+            yield min(self.max_s, self.first_s * 2**attempt) * (1 - draw() / 2)
+
+
+def pause_before_retry(
+    error: StepwireError, retry: Retry, pauses: Iterator[float], time_left: float | None
+) -> float | None:
+    """Seconds to wait before the next attempt; None: raise `error`. `time_left`: until the deadline, None without."""
+    if not isinstance(error, Unavailable):
+        return None
+    pause = next(pauses, None)
+    if pause is None:
+        return None
+    pause = max(pause, error.retry_after or 0.0)
+    longest = retry.longest_s if time_left is None else min(retry.longest_s, time_left)
+    return pause if pause < longest else None
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, int | str]]:
+    """Channel arguments. A local subchannel pool, or all channels of the pool would share one connection."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()

@@ -1,0 +1,140 @@
+"""From keyword arguments to request messages, and from stream messages to events. No I/O."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from stepwire_client._gen.stepwire.v1 import inference_pb2 as pb
+from stepwire_client.errors import BrokenStream
+from stepwire_client.types import (
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    GenerateOptions,
+    Health,
+    Message,
+    Started,
+    decode_delta,
+    decode_finished,
+    decode_started,
+)
+
+ChatMessages = Sequence[Message | Mapping[str, str]]
+
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "allowed_token_ids",
+)  # fmt: skip
+_STOP = ("max_tokens", "min_tokens", "stop_token_ids", "stop_strings", "ignore_eos")
+_OUTPUT = ("logprobs", "raw_logits", "prompt_logprobs", "detokenize")
+_REQUEST = ("model", "request_id", "priority", "cache_salt")
+_CHAT = ("template", "add_generation_prompt")
+
+
+def chat_input(messages: ChatMessages, template: str = "", add_generation_prompt: bool | None = None) -> pb.ChatInput:
+    """Raises ValueError for a message that lacks its role or content."""
+    turns = []
+    for message in messages:
+        if isinstance(message, Message):
+            turns.append(pb.ChatMessage(role=message.role, content=message.content))
+        elif set(message) == {"role", "content"}:
+            turns.append(pb.ChatMessage(role=message["role"], content=message["content"]))
+        else:
+            raise ValueError(f"a chat message has role and content, not {sorted(message)}")
+    return pb.ChatInput(messages=turns, template=template, add_generation_prompt=add_generation_prompt)
+
+
+def generate_request(
+    text: str | None,
+    messages: ChatMessages | None,
+    token_ids: Sequence[int] | None,
+    stream: bool,
+    options: GenerateOptions,
+) -> pb.GenerateRequest:
+    """Raises ValueError unless exactly one input is given, TypeError for an option that does not exist."""
+    if sum(given is not None for given in (text, messages, token_ids)) != 1:
+        raise ValueError("give exactly one of text, messages and token_ids")
+    values = {name: value for name, value in cast("dict[str, Any]", options).items() if value is not None}
+    unknown = values.keys() - {*_SAMPLING, *_STOP, *_OUTPUT, *_REQUEST, *_CHAT}
+    if unknown:
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
+
+    def chosen(names: Iterable[str]) -> dict[str, Any]:
+        return {name: values[name] for name in names if name in values}
+
+    if messages is None and (misplaced := chosen(_CHAT)):
+        raise ValueError(f"{', '.join(misplaced)}: only with messages")
+    request = pb.GenerateRequest(
+        sampling=pb.SamplingParams(**chosen(_SAMPLING)),
+        stop=pb.StopConditions(**chosen(_STOP)),
+        output=pb.OutputOptions(**chosen(_OUTPUT)),
+        stream=stream,
+        **chosen(_REQUEST),
+    )
+    if text is not None:
+        request.text = text
+    elif messages is not None:
+        request.chat.CopyFrom(chat_input(messages, **chosen(_CHAT)))
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+    return request
+
+
+class EventReader:
+    """Turns the messages of one Generate stream into events. Owned by one stream."""
+
+    def __init__(self) -> None:
+        self._finished = False
+
+    def feed(self, message: pb.GenerateResponse) -> list[Event]:
+        events: list[Event] = []
+        if message.HasField("started"):
+            events.append(decode_started(message.started))
+        if message.HasField("delta"):
+            events.append(decode_delta(message.delta))
+        if message.HasField("finished"):
+            events.append(decode_finished(message.finished))
+            self._finished = True
+        return events
+
+    def end(self) -> None:
+        """The stream ended with status OK. Raises BrokenStream when no finish came before."""
+        if not self._finished:
+            raise BrokenStream("the stream ended without a finish reason", reason="BROKEN_STREAM")
+
+
+def completion(events: Sequence[Event]) -> Completion:
+    """One answer from all its events. Raises BrokenStream when the first or last is missing."""
+    started = next((e for e in events if isinstance(e, Started)), None)
+    finished = next((e for e in events if isinstance(e, Finished)), None)
+    if started is None or finished is None:
+        raise BrokenStream("the answer has no beginning or no end", reason="BROKEN_STREAM")
+    deltas = [e for e in events if isinstance(e, Delta)]
+    return Completion(
+        request_id=started.request_id,
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(i for d in deltas for i in d.token_ids),
+        finish_reason=finished.reason,
+        usage=finished.usage,
+        seed=started.seed,
+        stop_token_id=finished.stop_token_id,
+        stop_string=finished.stop_string,
+        logprobs=tuple(p for d in deltas for p in d.logprobs),
+        raw_logits=tuple(r for d in deltas for r in d.raw_logits),
+        prompt_logprobs=tuple(p for d in deltas for p in d.prompt_logprobs),
+    )
+
+
+def health_request(service: str) -> bytes:
+    """grpc.health.v1.HealthCheckRequest, spelled out here so that the client needs no further package."""
+    name = service.encode()
+    if len(name) > 127:
+        raise ValueError("a service's name has at most 127 bytes")
+    return b"\x0a" + bytes([len(name)]) + name if name else b""
+
+
+def health_status(response: bytes) -> Health:
+    """`status` of grpc.health.v1.HealthCheckResponse."""
+    number = response[1] if response[:1] == b"\x08" and len(response) > 1 else 0
+    known = (Health.UNKNOWN, Health.SERVING, Health.NOT_SERVING, Health.SERVICE_UNKNOWN)
+    return known[number] if number < len(known) else Health.UNKNOWN
