@@ -10,7 +10,7 @@ from executor_svc.ops import Ops
 def random_weights(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0, scale: float = 0.02
 ) -> DecoderWeights:
-    """Matrices normal with deviation `scale`, norms 1, biases small. The same seed on the same device: the same bits."""
+    """Matrices and biases normal with deviation `scale`, norms 1. Same seed and device: same bits."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
