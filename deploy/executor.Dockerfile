@@ -1,0 +1,55 @@
+# The executor with torch. Build from the checkout's root:
+#   docker build -f deploy/executor.Dockerfile -t stepwire-executor .
+# Where torch comes from, first that holds:
+#   a folder of wheels     put torch-*.whl into deploy/wheels, or --build-arg TORCH_WHEELS=other/folder (inside the build
+#                          context; engines since 23 also take --build-context wheels=/any/folder)
+#   an index               --build-arg TORCH_INDEX=URL; the default is PyTorch's index of CPU builds; empty: pip's own
+#                          index, whose build for Linux x86-64 is CUDA's
+# pip's configuration (a mirror, a proxy) comes as a secret: --secret id=pip,src=deploy/pip.conf
+
+FROM scratch AS wheels
+ARG TORCH_WHEELS=deploy/wheels
+COPY ${TORCH_WHEELS} /
+
+FROM python:3.11-slim AS torch
+RUN python -m venv /opt/stepwire
+ENV PATH=/opt/stepwire/bin:$PATH
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_VERSION=2.13.0
+# What torch itself depends on follows with the rest, from the usual index and under the constraints.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=wheels,target=/wheels \
+    if ls /wheels/torch-*.whl >/dev/null 2>&1; then \
+        pip install --no-cache-dir --no-deps --no-index --find-links /wheels 'torch>=2.11'; \
+    else \
+        pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$TORCH_VERSION"; \
+    fi
+
+FROM torch AS deps
+WORKDIR /src
+COPY pyproject.toml constraints.txt ./
+COPY client/pyproject.toml client/
+COPY deploy/requirements.py deploy/
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+    python -P deploy/requirements.py project executor hub > /tmp/requirements.txt \
+    && pip install -c constraints.txt -r /tmp/requirements.txt setuptools
+
+# The project alone, in a layer of its own that is small and changes often.
+FROM deps AS code
+COPY . .
+RUN pip install --no-deps --no-index --no-build-isolation --prefix /code ./client .
+
+FROM python:3.11-slim
+RUN useradd --uid 10001 --user-group --create-home stepwire && install -d -o stepwire -g stepwire /models
+COPY --from=deps /opt/stepwire /opt/stepwire
+COPY --from=code /code /opt/stepwire
+USER 10001:10001
+WORKDIR /home/stepwire
+# Bytecode is compiled at install; the root file system may be read-only.
+ENV PATH=/opt/stepwire/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    STEPWIRE_LISTEN=0.0.0.0:50052 STEPWIRE_CACHE=/models
+EXPOSE 50052
+# Loading a large model and warming up take minutes; failures in that time do not count.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=600s --retries=3 \
+    CMD ["python", "-P", "-m", "deploy.healthcheck"]
+ENTRYPOINT ["python", "-P", "-m", "executor_svc"]
