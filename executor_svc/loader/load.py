@@ -1,0 +1,96 @@
+"""Builds a Decoder from a model's files: each tensor is read, converted and copied into its place once."""
+
+from typing import Any
+
+import torch
+
+from common.errors import ModelError
+from common.model_files.description import ModelFiles, Progress, no_progress
+from executor_svc.loader.names import EMBEDDING, FINAL_NORM, HEAD, Part, parts
+from executor_svc.loader.sources import TensorSource, open_source
+from executor_svc.models.config import ModelConfig, parse_config
+from executor_svc.models.decoder import Decoder, DecoderWeights, LayerWeights
+from executor_svc.ops import Ops
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def model_config(files: ModelFiles) -> ModelConfig:
+    """The decoder's shape. Raises ModelError for an unsupported architecture or a mistyped value, naming the file."""
+    return parse_config(files.config, files.config_source)
+
+
+def model_dtype(files: ModelFiles) -> torch.dtype:
+    """The precision the model was published in; bfloat16 where its files do not say (GGUF)."""
+    name = files.config.get("dtype") or files.config.get("torch_dtype")
+    return _DTYPES.get(str(name), torch.bfloat16)
+
+
+def load_model(
+    files: ModelFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    progress: Progress = no_progress,
+    max_positions: int | None = None,
+) -> Decoder:
+    """Reads every weight in `dtype` onto `device`.
+
+    Host memory beyond the mapped file stays below that of the largest tensor in float32. `progress` counts bytes of
+    `dtype` as they arrive. Raises ModelError naming file and tensor.
+    """
+    config = model_config(files)
+    wanted = list(parts(config))
+    weights = _Builder(config, wanted, dtype, device)
+    total = sum(_numel(part) for part in wanted) * dtype.itemsize
+    done = 0
+    with open_source(files) as source, torch.inference_mode():
+        for part in wanted:
+            weights.place(part, _read(source, part, files))
+            done += _numel(part) * dtype.itemsize
+            progress(f"loading {files.description.id}", done, total)
+        divisors = source.rope_divisors(config.head_dim)
+    return Decoder(config, weights.finish(divisors), ops, max_positions=max_positions)
+
+
+def _read(source: TensorSource, part: Part, files: ModelFiles) -> torch.Tensor:
+    tensor = source.read(part)
+    if tuple(tensor.shape) != part.shape:
+        raise ModelError(f"{files.path}: tensor {part.hf_name} came out as {list(tensor.shape)}")
+    return tensor
+
+
+def _numel(part: Part) -> int:
+    return torch.Size(part.shape).numel()
+
+
+class _Builder:
+    """Allocates the fused tensors and takes parts in any order."""
+
+    def __init__(self, config: ModelConfig, wanted: list[Part], dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
+        sizes: dict[tuple[int, str], tuple[int, ...]] = {}
+        for part in wanted:
+            rows = part.start + part.shape[0]
+            key = (part.layer, part.field)
+            sizes[key] = (max(rows, sizes.get(key, (0,))[0]), *part.shape[1:])
+        self._tensors = {key: torch.empty(size, dtype=dtype, device=device) for key, size in sizes.items()}
+
+    def place(self, part: Part, values: torch.Tensor) -> None:
+        target = self._tensors[part.layer, part.field]
+        target[part.start : part.start + part.shape[0]].copy_(values)
+
+    def finish(self, rope_divisors: torch.Tensor | None) -> DecoderWeights:
+        layers: list[LayerWeights] = []
+        for layer in range(self._config.num_layers):
+            fields: dict[str, Any] = {field: t for (at, field), t in self._tensors.items() if at == layer}
+            layers.append(LayerWeights(**fields))
+        embedding = self._tensors[-1, EMBEDDING]
+        head = self._tensors.get((-1, HEAD), embedding)
+        return DecoderWeights(embedding, layers, self._tensors[-1, FINAL_NORM], head, rope_divisors)

@@ -1,0 +1,126 @@
+"""Tensors out of checkpoint files, as torch tensors on the host. Never unpickles anything."""
+
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, dequantize
+from safetensors import SafetensorError, safe_open
+
+from common.errors import ModelError
+from common.model_files.description import ModelFiles
+from common.model_files.gguf_header import GgufHeader, GgufTensor
+from executor_svc.loader.names import Part
+
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+class TensorSource(Protocol):
+    """An open checkpoint."""
+
+    def read(self, part: Part) -> torch.Tensor:
+        """The tensor behind `part`, of its shape, floating point, on the host; maybe a view of the mapped file.
+
+        Raises ModelError naming file and tensor when it is missing or has another type or shape.
+        """
+        ...
+
+    def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
+        """float32 [head_dim // 2]; None: the file has none."""
+        ...
+
+
+@contextmanager
+def open_source(files: ModelFiles) -> Iterator[TensorSource]:
+    """The checkpoint's files, mapped while the context lasts. Raises ModelError."""
+    with ExitStack() as stack:
+        if files.gguf is not None:
+            file = stack.enter_context(files.gguf.path.open("rb"))
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Not closed here: arrays made from it may still be alive; the mapping goes with the last of them.
+            yield _GgufSource(files.gguf, buffer, permuted=files.gguf.metadata["general.architecture"] == "llama")
+        else:
+            yield _SafetensorsSource(files, stack.enter_context)
+
+
+class _SafetensorsSource:
+    def __init__(self, files: ModelFiles, enter: Callable[[Any], Any]) -> None:
+        self._path = files.path
+        self._shards = {tensor: shard for shard in files.shards for tensor in shard.tensors}
+        self._open: dict[str, Any] = {}
+        for shard in files.shards:
+            try:
+                self._open[shard.path.name] = enter(safe_open(str(shard.path), framework="pt", device="cpu"))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{shard.path}: can not be read: {error}") from error
+
+    def read(self, part: Part) -> torch.Tensor:
+        shard = self._shards.get(part.hf_name)
+        if shard is None:
+            raise ModelError(f"{self._path}: tensor {part.hf_name} is missing")
+        info = shard.tensors[part.hf_name]
+        if info.dtype not in _FLOATS:
+            raise ModelError(f"{shard.path}: tensor {part.hf_name} has type {info.dtype}, not one of F32, F16, BF16")
+        _check_shape(str(shard.path), part.hf_name, info.shape, part.shape)
+        tensor: torch.Tensor = self._open[shard.path.name].get_tensor(part.hf_name)
+        return tensor
+
+    def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
+        return None
+
+
+class _GgufSource:
+    def __init__(self, header: GgufHeader, buffer: mmap.mmap, *, permuted: bool) -> None:
+        self._header = header
+        self._buffer = buffer
+        self._permuted = permuted
+
+    def read(self, part: Part) -> torch.Tensor:
+        info = self._header.tensors.get(part.gguf_name)
+        if info is None:
+            raise ModelError(f"{self._header.path}: tensor {part.gguf_name} is missing")
+        _check_shape(str(self._header.path), part.gguf_name, info.shape, part.shape)
+        array = self._dequantize(info)
+        if part.rotary_heads and self._permuted:
+            array = _unpermute(array, part.rotary_heads)
+        return torch.from_numpy(array)
+
+    def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
+        info = self._header.tensors.get("rope_freqs.weight")
+        if info is None:
+            return None
+        _check_shape(str(self._header.path), info.name, info.shape, (head_dim // 2,))
+        return torch.from_numpy(self._dequantize(info).astype(np.float32))
+
+    def _dequantize(self, info: GgufTensor) -> np.ndarray[Any, np.dtype[Any]]:
+        """Float array of the tensor's shape, newly made. F16 stays F16; everything else becomes float32."""
+        raw = np.frombuffer(self._buffer, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        if info.type == GGMLQuantizationType.F16:
+            return raw.view(np.float16).reshape(info.shape).copy()
+        if info.type == GGMLQuantizationType.F32:
+            return raw.view(np.float32).reshape(info.shape).copy()
+        rows = math.prod(info.shape[:-1])
+        try:
+            values: np.ndarray[Any, np.dtype[Any]] = dequantize(raw.reshape(rows, -1), info.type)
+        except NotImplementedError:
+            raise ModelError(
+                f"{self._header.path}: tensor {info.name} has type {info.type.name}, which can not be dequantised"
+            ) from None
+        return values.reshape(info.shape)
+
+
+def _unpermute(array: np.ndarray[Any, np.dtype[Any]], heads: int) -> np.ndarray[Any, np.dtype[Any]]:
+    """Back to halves: GGUF files of Llama's family hold the rows of q and k with the two halves of a head interleaved,
+    because ggml rotates neighbours where Hugging Face rotates the two halves against each other."""
+    rows = array.shape[0]
+    paired = array.reshape(heads, rows // heads // 2, 2, *array.shape[1:])
+    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
+
+
+def _check_shape(source: str, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ModelError(f"{source}: tensor {name} has shape {list(found)}, the configuration asks for {list(wanted)}")
