@@ -1,7 +1,7 @@
 """What is remembered of a sampled request in the core, and the spans made of it.
 
 Written by the loop thread until the request ends; then the export thread alone reads it. At most 19 spans: queue, 16
-prefill chunks, the merged rest, decode. With the Generate span and what an api worker adds this stays under 40.
+prefill chunks, the merged rest, decode; with the Generate span 20, whatever the length.
 """
 
 from collections.abc import Iterator

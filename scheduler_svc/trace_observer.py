@@ -21,15 +21,12 @@ from scheduler_svc.observer import StepRecord
 from scheduler_svc.request_trace import MAX_CORE_SPANS, Chunk, RequestTrace, request_spans
 from scheduler_svc.step_windows import TracedStep, Window, slow_step_window, window_spans
 from scheduler_svc.trace_policy import (
-    MAX_REQUEST_SPANS,
     MAX_STEP_SPANS,
     SlowSteps,
     TraceAllowance,
     WindowPolicy,
 )
 
-# Spans of a request made outside the core: Generate itself and what the api worker adds.
-WORKER_SPANS = MAX_REQUEST_SPANS - MAX_CORE_SPANS
 PLANS_REMEMBERED = 16
 
 

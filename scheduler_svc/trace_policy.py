@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_TRACE_SPANS = 500
-MAX_REQUEST_SPANS = 40
+MAX_REQUEST_SPANS = 20  # Generate, queue, 16 prefill chunks, the merged rest, decode; the promise is 40
 MAX_STEP_SPANS = 10
 MAX_WINDOW_STEPS = 32
 MAX_LINKS = 64
@@ -115,13 +115,21 @@ class SlowSteps:
     """Finds steps that took far longer than others like them, at a bounded rate.
 
     A step's time runs from its sending, or from the result before it where that came later, to its own result: the
-    time it held up the pipeline. Steps with and without prefill have their own averages, prefill per token.
+    time it held up the pipeline. `threshold_ns` 0: slow is `factor` times the average of its kind and `min_ns`; steps
+    with and without prefill are two kinds, those with prefill are compared per prefill token.
     """
 
     WARM_UP = 32
 
-    def __init__(self, interval_ns: int = 5 * SECOND_NS, factor: float = 5.0, min_ns: int = 20_000_000) -> None:
+    def __init__(
+        self,
+        interval_ns: int = 5 * SECOND_NS,
+        threshold_ns: int = 0,
+        factor: float = 5.0,
+        min_ns: int = 20_000_000,
+    ) -> None:
         self._bucket = TokenBucket(interval_ns, 1)
+        self._threshold_ns = threshold_ns
         self._factor = factor
         self._min_ns = min_ns
         self._decode = _Average()
@@ -129,6 +137,8 @@ class SlowSteps:
 
     def is_slow(self, now_ns: int, took_ns: int, prefill_tokens: int) -> bool:
         """Also learns from the step."""
+        if self._threshold_ns:
+            return took_ns >= self._threshold_ns and self._bucket.try_take(now_ns)
         average = self._prefill if prefill_tokens else self._decode
         per = took_ns / (prefill_tokens or 1)
         usual, count = average.value, average.count
@@ -156,7 +166,7 @@ class _Average:
 class TraceAllowance:
     """Which requests are sampled: all whose caller asks for it, some of the others, none past MAX_TRACE_SPANS a trace.
 
-    A request reserves MAX_REQUEST_SPANS of its trace and gives back what it did not use. Thread-safe.
+    A call reserves the spans it may need of its trace and a request gives back what it did not use. Thread-safe.
     """
 
     MAX_TRACES = 1024  # remembered; an older one starts anew, which only a trace of many hours notices
@@ -171,10 +181,10 @@ class TraceAllowance:
         with self._lock:
             return self._bucket.try_take(now_ns)
 
-    def reserve(self, trace_id: int) -> bool:
-        """A request of the caller's trace. True: MAX_REQUEST_SPANS are reserved."""
+    def reserve(self, trace_id: int, num_spans: int) -> bool:
+        """For a call in the caller's trace. False: the trace has no room for them."""
         with self._lock:
-            used = self._used.get(trace_id, 0) + MAX_REQUEST_SPANS
+            used = self._used.get(trace_id, 0) + num_spans
             if used > MAX_TRACE_SPANS:
                 return False
             self._used[trace_id] = used

@@ -3,14 +3,16 @@ the scheduler for slow steps rebuilt from their result.
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 from common.messages import StepResult
 
+MAX_PARTS: Final = 4
+
 
 def executor_parts(result: StepResult) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end) of each part the step had, in executor monotonic ns; at most 4."""
+    """(name, start, end) of each part the step had, in executor monotonic ns; at most MAX_PARTS."""
     t = result.timings
-    # The end of the copies is known from events; where a device reports no start of its own, the phase before is it.
     for name, start, end in (
         ("host prepare", t.prepare_start_ns, t.prepare_end_ns),
         ("copy in", t.copy_in_start_ns, t.copy_in_end_ns),

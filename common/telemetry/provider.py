@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -55,11 +56,14 @@ def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
 
 
 def service_resource(service_name: str, instance_id: str) -> Resource:
-    """Who exports. OTEL_RESOURCE_ATTRIBUTES adds to it; it does not rename a service, since two share a machine."""
+    """Who exports. OTEL_RESOURCE_ATTRIBUTES adds to it; it does not rename a service, since two share a machine.
+
+    `instance_id` empty: host name and process id.
+    """
     return Resource.create(
         {
             "service.name": service_name,
-            "service.instance.id": instance_id,
+            "service.instance.id": instance_id or f"{socket.gethostname()}:{os.getpid()}",
             "service.version": package_version(),
             "service.namespace": "stepwire",
         }
