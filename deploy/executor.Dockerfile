@@ -1,14 +1,14 @@
 # The executor with torch. Build from the checkout's root:
 #   docker build -f deploy/executor.Dockerfile -t stepwire-executor .
 # Where torch comes from, first that holds:
-#   a folder of wheels     put torch-*.whl into deploy/wheels, or --build-arg TORCH_WHEELS=other/folder (inside the build
+#   a folder of wheels     put torch-*.whl into deploy/wheels/cpu, or --build-arg TORCH_WHEELS=other/folder (inside the build
 #                          context; engines since 23 also take --build-context wheels=/any/folder)
 #   an index               --build-arg TORCH_INDEX=URL; the default is PyTorch's index of CPU builds; empty: pip's own
 #                          index, whose build for Linux x86-64 is CUDA's
 # pip's configuration (a mirror, a proxy) comes as a secret: --secret id=pip,src=deploy/pip.conf
 
 FROM scratch AS wheels
-ARG TORCH_WHEELS=deploy/wheels
+ARG TORCH_WHEELS=deploy/wheels/cpu
 COPY ${TORCH_WHEELS} /
 
 FROM python:3.11-slim AS torch
@@ -47,7 +47,7 @@ USER 10001:10001
 WORKDIR /home/stepwire
 # Bytecode is compiled at install; the root file system may be read-only.
 ENV PATH=/opt/stepwire/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
-    STEPWIRE_LISTEN=0.0.0.0:50052 STEPWIRE_CACHE=/models
+    STEPWIRE_LISTEN=0.0.0.0:50052 XDG_CACHE_HOME=/models
 EXPOSE 50052
 # Loading a large model and warming up take minutes; failures in that time do not count.
 HEALTHCHECK --interval=5s --timeout=5s --start-period=600s --retries=3 \

@@ -3,8 +3,8 @@
     python -P deploy/requirements.py project scheduler      what both packages need, and the extra `scheduler`
     python -P deploy/requirements.py test                   the extra `test` alone
 
-Image layers stay small this way (code changes often, dependencies seldom), and deploy/dev adds an extra and leaves alone
-an installation that may be running. Runs before anything is installed: standard library only.
+Image layers stay small this way (code changes often, dependencies seldom), and deploy/dev adds an extra and leaves
+alone an installation that may be running. Runs before anything is installed: standard library only.
 """
 
 import sys

@@ -26,7 +26,7 @@ USER 10001:10001
 WORKDIR /home/stepwire
 # Bytecode is compiled at install; the root file system may be read-only.
 ENV PATH=/opt/stepwire/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
-    STEPWIRE_LISTEN=0.0.0.0:50051 STEPWIRE_CACHE=/models
+    STEPWIRE_LISTEN=0.0.0.0:50051 XDG_CACHE_HOME=/models
 EXPOSE 50051
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-P", "-m", "deploy.healthcheck"]
