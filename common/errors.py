@@ -43,6 +43,13 @@ class UnknownModel(StepwireError):
     reason = "UNKNOWN_MODEL"
 
 
+class Unauthenticated(StepwireError):
+    """The call carries no accepted bearer token."""
+
+    status = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
 class DuplicateRequest(StepwireError):
     """A request with this id is live."""
 

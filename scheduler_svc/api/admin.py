@@ -1,0 +1,54 @@
+"""stepwire.v1.Admin: for operators."""
+
+from collections.abc import AsyncIterator
+from dataclasses import fields
+
+from common.errors import StepwireError
+from scheduler_svc.api.calls import Context, answered, on_done
+from scheduler_svc.api.status import abort, only_stepwire_errors
+from scheduler_svc.api.worker import ApiWorker
+from scheduler_svc.messages import ExecutorStats, Stats
+from stepwire.v1 import admin_pb2 as pb
+from stepwire.v1 import admin_pb2_grpc
+
+
+class AdminServicer(admin_pb2_grpc.AdminServicer):
+    """`drain_ms`: the deadline of a Drain that names none."""
+
+    def __init__(self, worker: ApiWorker, drain_ms: int) -> None:
+        self._worker = worker
+        self._drain_ms = drain_ms
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        return stats_message(await answered(context, self._worker.stats()))
+
+    async def WatchSteps(self, request: pb.WatchStepsRequest, context: Context) -> AsyncIterator[pb.WatchStepsResponse]:
+        watch = None
+        try:
+            with only_stepwire_errors():
+                watch = opened = self._worker.open_watch()
+                on_done(context, lambda: self._worker.close_watch(opened))
+                seen = 0
+                while not request.max_steps or seen < request.max_steps:
+                    skipped, step = await opened.next()
+                    seen += 1
+                    values = {field.name: getattr(step, field.name) for field in fields(step)}
+                    yield pb.WatchStepsResponse(skipped=skipped, **values)
+        except StepwireError as error:
+            await abort(context, error)
+        finally:
+            if watch is not None:
+                self._worker.close_watch(watch)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        unfinished = await answered(context, self._worker.drain(request.deadline_ms or self._drain_ms))
+        return pb.DrainResponse(unfinished=unfinished)
+
+
+def stats_message(stats: Stats) -> pb.GetStatsResponse:
+    values = {field.name: getattr(stats, field.name) for field in fields(stats) if field.name != "executors"}
+    return pb.GetStatsResponse(**values, executors=[_executor_message(executor) for executor in stats.executors])
+
+
+def _executor_message(executor: ExecutorStats) -> pb.ExecutorStats:
+    return pb.ExecutorStats(**{field.name: getattr(executor, field.name) for field in fields(executor)})

@@ -1,0 +1,188 @@
+"""One request from its call's point of view: what Inference.Generate and VllmEngine.Generate have in common."""
+
+import math
+from collections.abc import Mapping
+
+from common.errors import DeadlinePassed, Draining, RequestAborted, StepwireError, Unavailable
+from common.messages import U32
+from scheduler_svc.api.calls import Context, on_done
+from scheduler_svc.api.prompt import PromptReader
+from scheduler_svc.api.request_tracer import (
+    TRACEPARENT,
+    AttributeValue,
+    RequestTracer,
+    completion_attributes,
+    request_attributes,
+    trace_context,
+)
+from scheduler_svc.api.served_model import ServedModel, TextTokenizer
+from scheduler_svc.api.status import Metadata
+from scheduler_svc.api.stream import RequestStream
+from scheduler_svc.api.validation import Limits, ValidRequest, validate
+from scheduler_svc.api.worker import ApiWorker
+from scheduler_svc.messages import Submit
+from scheduler_svc.text_cursor import TextCursor
+from scheduler_svc.token_stream import Piece, StreamLimits, StreamWants, TokenStream
+from stepwire.v1 import inference_pb2 as pb
+
+
+class ActiveRequest:
+    """A request some call serves. `close` comes from its end and from the done callback; the first counts."""
+
+    def __init__(
+        self, worker: ApiWorker, tracer: RequestTracer, submit: Submit, valid: ValidRequest, model: str
+    ) -> None:
+        self.submit = submit
+        self.valid = valid
+        self._worker = worker
+        self._tracer = tracer
+        self._stream: RequestStream | None = None
+        self._end_attributes: Mapping[str, AttributeValue] = {}
+        self._error: StepwireError | None = RequestAborted("the caller went away")
+        self._closed = False
+        self._seen_token = False
+        self._handle = tracer.on_request(submit, request_attributes(submit, model))
+
+    async def start(self, state: TokenStream) -> None:
+        """Returns when the core accepted the request. Raises what it was refused with."""
+        self._stream = self._worker.open(self.submit, state)
+        await self._worker.wait_accepted(self._stream)
+
+    async def next(self) -> Piece:
+        """The next piece. Raises the StepwireError the request ended with."""
+        assert self._stream is not None
+        piece = await self._stream.next()
+        if not self._seen_token and piece.token_ids:
+            self._seen_token = True
+            elapsed_ns = self._worker.clock.monotonic_ns() - self.submit.arrival_ns
+            self._tracer.on_first_token(self._handle, elapsed_ns / 1e9)
+        if piece.completion is not None:
+            self._end_attributes = completion_attributes(piece.completion)
+            self._error = None
+        return piece
+
+    def failed(self, error: StepwireError) -> None:
+        self._error = error
+
+    def close(self) -> None:
+        """Frees everything the request holds, in the core too, whatever state it is in."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._stream is not None:
+            self._worker.close(self._stream)
+        self._tracer.on_end(self._handle, self._end_attributes, self._error)
+
+
+class Generation:
+    """Makes ActiveRequests. Owned by the event loop."""
+
+    def __init__(
+        self,
+        worker: ApiWorker,
+        prompts: PromptReader,
+        tokenizer: TextTokenizer | None,
+        model: ServedModel,
+        tracer: RequestTracer,
+        stream_limits: StreamLimits,
+        max_message_bytes: int,
+    ) -> None:
+        self._worker = worker
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._model = model
+        self._tracer = tracer
+        self._stream_limits = stream_limits
+        self._max_message_bytes = max_message_bytes
+
+    @property
+    def model(self) -> ServedModel:
+        """The model as known now: completed by what the executor told."""
+        return self._model.resolve(self._worker.state)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def limits(self) -> Limits:
+        """Raises Unavailable while no executor was ever connected, Draining while no request is admitted."""
+        state = self._worker.state
+        if state.draining:
+            raise Draining("the server is draining and takes no new requests", retry_after_ms=1000)
+        if state.info is None:
+            raise Unavailable("no executor has connected yet", retry_after_ms=1000)
+        return Limits(
+            vocab_size=state.info.vocab_size,
+            max_context=state.max_context,
+            max_prompt_tokens=state.max_prompt_tokens,
+            features=frozenset(state.info.features),
+            has_tokenizer=self.has_tokenizer,
+            max_message_bytes=self._max_message_bytes,
+        )
+
+    async def accept(self, request: pb.GenerateRequest, context: Context, trace: bytes) -> ActiveRequest:
+        """Validates, tokenises, and brings the request into the core. Raises StepwireError.
+
+        The request is closed when the call ends, however it ends.
+        """
+        arrival_ns = self._worker.clock.monotonic_ns()
+        deadline_ns = _deadline_ns(context, arrival_ns)
+        model = self.model
+        limits = self.limits()
+        model.check_name(request.model)
+        valid = validate(request, model.defaults, limits)
+        prompt = await self._prompts.read(request, limits)
+        submit = Submit(
+            key=self._worker.next_key(),
+            request_id=valid.request_id,
+            prompt=prompt,
+            sampling=valid.sampling,
+            arrival_ns=arrival_ns,
+            raw_logits=valid.raw_logits,
+            priority=valid.priority,
+            cache_salt=valid.cache_salt,
+            deadline_ns=deadline_ns,
+            trace_context=trace,
+        )
+        active = ActiveRequest(self._worker, self._tracer, submit, valid, model.name)
+        on_done(context, active.close)
+        try:
+            await active.start(self._new_stream(valid, prompt, limits))
+        except StepwireError as error:
+            active.failed(error)
+            active.close()
+            raise
+        return active
+
+    def _new_stream(self, valid: ValidRequest, prompt: U32, limits: Limits) -> TokenStream:
+        cursor = None
+        if valid.detokenize and self._tokenizer is not None:
+            cursor = TextCursor(self._tokenizer.decoder(), valid.stop_strings, valid.sampling.min_tokens)
+        wants = StreamWants(
+            prompt=prompt,
+            cursor=cursor,
+            vocab_size=limits.vocab_size,
+            num_logprobs=valid.sampling.num_logprobs,
+            num_prompt_logprobs=valid.sampling.num_prompt_logprobs,
+            raw_logits=valid.raw_logits,
+        )
+        return TokenStream(wants, self._stream_limits)
+
+
+def begin_trace(context: Context) -> tuple[bytes, Metadata]:
+    """(Submit.trace_context, trailing metadata). The metadata is set on the call; errors must repeat it."""
+    trace, traceparent = trace_context(context)
+    if not traceparent:
+        return trace, ()
+    trailing: Metadata = ((TRACEPARENT, traceparent),)
+    context.set_trailing_metadata(trailing)
+    return trace, trailing
+
+
+def _deadline_ns(context: Context, now_ns: int) -> int:
+    remaining: float | None = context.time_remaining()
+    if remaining is None or not math.isfinite(remaining):
+        return 0
+    if remaining <= 0:
+        raise DeadlinePassed("the deadline had passed when the request came in")
+    return now_ns + int(remaining * 1e9)

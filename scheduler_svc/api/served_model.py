@@ -1,0 +1,93 @@
+"""What the API knows about the model it serves, and the two things it needs a tokenizer for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import UnknownModel
+from scheduler_svc.messages import CoreState
+from scheduler_svc.text_cursor import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The model's generation config. None: the default documented in inference.proto."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model's description. What is empty or 0 is taken from the executor, once one has connected."""
+
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    model_hash: str = ""
+    vocab_size: int = 0
+    max_context: int = 0
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    architecture: str = ""
+    defaults: SamplingDefaults = SamplingDefaults()
+
+    def resolve(self, state: CoreState) -> "ServedModel":
+        """Fills what is missing from the executor's answer. A smaller vocabulary or context of the executor wins."""
+        info = state.info
+        if info is None:
+            return self
+        return ServedModel(
+            name=self.name or info.model_id,
+            aliases=self.aliases,
+            model_hash=self.model_hash or info.model_hash,
+            vocab_size=info.vocab_size,
+            max_context=state.max_context or info.max_context,
+            eos_ids=self.eos_ids or info.eos_ids,
+            bos_id=self.bos_id,
+            architecture=self.architecture,
+            defaults=self.defaults,
+        )
+
+    def check_name(self, asked: str) -> None:
+        """Raises UnknownModel when `asked` names another model; empty is whatever is served."""
+        if asked and asked != self.name and asked not in self.aliases:
+            raise UnknownModel(f"this server serves {self.name!r}, not {asked[:128]!r}", field="model")
+
+
+class ChatTurn(Protocol):
+    """One message of a conversation."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def content(self) -> str: ...
+
+
+class TextTokenizer(Protocol):
+    """Text to tokens and back. Called from several threads; stateless but for the decoders it makes.
+
+    Methods raise InvalidInput for what the caller got wrong (a template that fails, ids out of range).
+    """
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each."""
+        ...
+
+    def apply_chat_template(
+        self, messages: Sequence[ChatTurn], template: str = "", add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as text, special tokens spelled out: encode it with add_special_tokens=False."""
+        ...
+
+    def decoder(self) -> Decoder: ...

@@ -1,0 +1,263 @@
+"""The api worker: everything the servicers know of the core, and the fan-out of what the core's steps bring."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from common.clock import Clock
+from common.errors import Unavailable
+from scheduler_svc.api.stream import RequestStream
+from scheduler_svc.messages import (
+    WORKER_SHIFT,
+    Abort,
+    AbortAnswer,
+    Accepted,
+    Cancel,
+    CorePort,
+    CoreState,
+    Drain,
+    DrainAnswer,
+    Ended,
+    Finish,
+    FinishReason,
+    FromCore,
+    GetStats,
+    Refused,
+    Stats,
+    StatsAnswer,
+    StepSeen,
+    Submit,
+    TokenBatch,
+    WatchSteps,
+)
+from scheduler_svc.token_stream import Action, TokenStream
+
+MAX_WATCH_BACKLOG: Final = 1024
+
+_log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", bool, int, Stats)
+
+
+class StepWatch:
+    """One WatchSteps reader: the steps it has not taken yet; those it was too slow for are counted."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, StepSeen]] = deque()
+        self._skipped = 0
+        self._arrived = asyncio.Event()
+
+    async def next(self) -> tuple[int, StepSeen]:
+        """(steps lost just before this one, step)."""
+        while not self._steps:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._steps.popleft()
+
+    def put(self, step: StepSeen) -> None:
+        if len(self._steps) >= MAX_WATCH_BACKLOG:
+            self._skipped += 1
+            return
+        self._steps.append((self._skipped, step))
+        self._skipped = 0
+        self._arrived.set()
+
+
+class ApiWorker:
+    """Implements WorkerPort. All methods run on one event loop, `deliver` too.
+
+    Answers of the core are waited for `answer_timeout_s`, then the call gets Unavailable.
+    """
+
+    def __init__(self, clock: Clock, worker_id: int = 0, answer_timeout_s: float = 10.0) -> None:
+        self._clock = clock
+        self._worker_id = worker_id
+        self._answer_timeout_s = answer_timeout_s
+        self._core: CorePort | None = None
+        self._next_key = worker_id << WORKER_SHIFT
+        self._next_call = 0
+        self._streams: dict[int, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[bool | int | Stats]] = {}
+        self._watches: list[StepWatch] = []
+        self._state_listeners: list[Callable[[CoreState], None]] = []
+        self.state = CoreState(ready=False, draining=False, info=None)
+
+    @property
+    def worker_id(self) -> int:
+        return self._worker_id
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
+    def num_streams(self) -> int:
+        """Requests some call still holds."""
+        return len(self._streams)
+
+    def connect(self, core: CorePort) -> None:
+        """Gives the worker its way to the core; before the first call."""
+        self._core = core
+
+    def on_state(self, listener: Callable[[CoreState], None]) -> None:
+        """`listener` is called on each CoreState from now on."""
+        self._state_listeners.append(listener)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def next_key(self) -> int:
+        """A key never used before, for a Submit."""
+        self._next_key += 1
+        return self._next_key
+
+    def open(self, request: Submit, state: TokenStream) -> RequestStream:
+        """Sends the request without waiting for the core's answer. Raises Overloaded when the core is too far behind.
+
+        The stream must come to `close`, whatever happens.
+        """
+        stream = RequestStream(request.key, state)
+        self._port.send(request)
+        self._streams[request.key] = stream
+        return stream
+
+    async def wait_accepted(self, stream: RequestStream) -> None:
+        """Returns when the core accepted. Raises the error it refused with."""
+        try:
+            async with asyncio.timeout(self._answer_timeout_s):
+                await stream.wait_accepted()
+        except TimeoutError:
+            raise Unavailable("the scheduler's core does not answer") from None
+
+    def close(self, stream: RequestStream) -> None:
+        """Ends the work if it is not over. Idempotent; every opened stream must come here."""
+        if self._streams.pop(stream.key, None) is not None:
+            self._cancel(stream)
+
+    def _cancel(self, stream: RequestStream) -> None:
+        if not stream.core_done:
+            stream.core_done = True
+            self._port.send(Cancel(stream.key))
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    async def abort(self, request_id: str) -> bool:
+        """Whether a live request had this id. Idempotent."""
+        return await self._call(lambda call: Abort(call, self._worker_id, request_id), bool)
+
+    async def stats(self, timeout_s: float | None = None) -> Stats:
+        return await self._call(lambda call: GetStats(call, self._worker_id), Stats, timeout_s)
+
+    async def drain(self, deadline_ms: int) -> int:
+        """Returns, when all is drained, how many requests the deadline ended."""
+        timeout_s = deadline_ms / 1000 + self._answer_timeout_s
+        return await self._call(lambda call: Drain(call, self._worker_id, deadline_ms), int, timeout_s)
+
+    async def _call(
+        self,
+        message: Callable[[int], Abort | GetStats | Drain],
+        kind: type[Answer],
+        timeout_s: float | None = None,
+    ) -> Answer:
+        self._next_call += 1
+        call = self._next_call
+        future: asyncio.Future[bool | int | Stats] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        try:
+            self._port.send(message(call))
+            async with asyncio.timeout(self._answer_timeout_s if timeout_s is None else timeout_s):
+                answer = await future
+        except TimeoutError:
+            raise Unavailable("the scheduler's core does not answer") from None
+        finally:
+            del self._calls[call]
+        assert isinstance(answer, kind)
+        return answer
+
+    def open_watch(self) -> StepWatch:
+        """Each finished step from now on, until `close_watch`."""
+        watch = StepWatch()
+        self._watches.append(watch)
+        if len(self._watches) == 1:
+            self._port.send(WatchSteps(self._worker_id, True))
+        return watch
+
+    def close_watch(self, watch: StepWatch) -> None:
+        """Idempotent. The core stops telling steps when nobody watches."""
+        if watch in self._watches:
+            self._watches.remove(watch)
+            if not self._watches:
+                self._port.send(WatchSteps(self._worker_id, False))
+
+    # ------------------------------------------------------------------------------------------------ from the core
+
+    def deliver(self, message: FromCore) -> None:
+        """See WorkerPort. Cost of a TokenBatch: one clock reading and a few list operations per entry."""
+        match message:
+            case TokenBatch():
+                self._deliver_tokens(message)
+            case Accepted():
+                if (stream := self._streams.get(message.key)) is not None:
+                    stream.accepted = True
+                    stream.wake()
+            case Refused() | Ended():
+                if (stream := self._streams.get(message.key)) is not None:
+                    stream.core_done = True
+                    stream.fail(message.error)
+            case AbortAnswer():
+                self._answer(message.call, message.found)
+            case DrainAnswer():
+                self._answer(message.call, message.unfinished)
+            case StatsAnswer():
+                self._answer(message.call, message.stats)
+            case StepSeen():
+                self._deliver_step(message)
+            case CoreState():
+                self.state = message
+                for listener in self._state_listeners:
+                    listener(message)
+
+    def check_readers(self) -> None:
+        """Ends streams nobody reads, also those whose generation is over. Called every second or so."""
+        now_ns = self._clock.monotonic_ns()
+        for stream in self._streams.values():
+            if stream.state.check_reader(now_ns):
+                self._cancel(stream)
+                stream.wake()
+
+    def _deliver_tokens(self, batch: TokenBatch) -> None:
+        now_ns = self._clock.monotonic_ns()
+        tokens = batch.tokens.tolist()
+        end = 0
+        columns = zip(
+            batch.keys.tolist(), batch.counts.tolist(), batch.reasons.tolist(), batch.cached.tolist(), strict=True
+        )
+        for index, (key, count, reason, cached) in enumerate(columns):
+            start, end = end, end + count
+            stream = self._streams.get(key)
+            if stream is None:
+                continue
+            if reason:
+                stream.core_done = True
+            action = stream.state.feed(tokens[start:end], reason, cached, batch.extras.get(index), now_ns)
+            if action is Action.CANCEL:
+                self._cancel(stream)
+            elif action is Action.FINISH:
+                stream.core_done = True
+                self._port.send(Finish(key, stream.state.num_tokens, FinishReason.STOP_STRING))
+            stream.wake()
+
+    def _deliver_step(self, step: StepSeen) -> None:
+        for watch in self._watches:
+            watch.put(step)
+
+    def _answer(self, call: int, answer: bool | int | Stats) -> None:
+        future = self._calls.get(call)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    @property
+    def _port(self) -> CorePort:
+        assert self._core is not None, "connect() comes first"
+        return self._core

@@ -1,0 +1,293 @@
+"""One request's stream between the core's steps and its reader, without any waiting.
+
+`TokenStream` is the state of one request in its worker: the worker feeds it what steps bring, the call that serves the
+client takes what is there. It knows neither asyncio nor gRPC nor a clock; time comes in as a value. It is owned by the
+worker's event loop.
+
+Text rules: the texts of all pieces joined are the final text; the text of an EOS or stop token is no part of it;
+nothing from a stop string on is ever shown.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from common.errors import SequenceFailed, SlowReader, StepwireError
+from common.messages import U32, Output, OutputKind
+from scheduler_svc.messages import Extras, FinishReason, TopTokens
+from scheduler_svc.text_cursor import TextCursor
+
+TOKEN_BYTES = 8
+TOP_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How a request ended. `stop_token_id` with EOS and STOP_TOKEN, `stop_string` with STOP_STRING."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a stream has to say since the last piece. Columns of tokens have one length; `completion`: the last one.
+
+    raw_logits: (position, float32 little-endian [vocab_size]). prompt_logprobs: (token id, its logprobs).
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TopTokens] = field(default_factory=list)
+    raw_logits: list[tuple[int, bytes]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, TopTokens]] = field(default_factory=list)
+    completion: Completion | None = None
+
+
+class Action(Enum):
+    """What the worker has to tell the core after feeding a stream."""
+
+    NONE = 0
+    FINISH = 1  # a stop string matched at `num_tokens`
+    CANCEL = 2  # the stream failed here; see `error`
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """`slow_reader_ns`: how long something may lie unread. `max_buffered_bytes`: how much. `max_piece_bytes`: rough."""
+
+    slow_reader_ns: int = 30_000_000_000
+    max_buffered_bytes: int = 64 * 1024 * 1024
+    max_piece_bytes: int = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamWants:
+    """What one request wants. `num_prompt_logprobs` and `num_logprobs` as in common.messages.Sampling."""
+
+    prompt: U32
+    cursor: TextCursor | None
+    vocab_size: int
+    num_logprobs: int = 0
+    num_prompt_logprobs: int = 0
+    raw_logits: bool = False
+
+
+class TokenStream:
+    """One request between the core's steps and its reader.
+
+    Raises nothing in `feed`, `fail` and `check_reader`; `take` raises the error the request ended with, after
+    everything buffered before it was taken (a slow reader's buffer is dropped).
+    """
+
+    def __init__(self, wants: StreamWants, limits: StreamLimits) -> None:
+        self._wants = wants
+        self._limits = limits
+        self._token_bytes = TOKEN_BYTES + wants.num_logprobs * TOP_BYTES + wants.raw_logits * wants.vocab_size * 4
+        self._prompt_bytes = TOKEN_BYTES + wants.num_prompt_logprobs * TOP_BYTES
+        self._buffer = Piece()
+        self._undecoded: list[int] = []
+        self._unread_since_ns: int | None = None
+        self._cached = 0
+        self._next_prompt_position = 1
+        self._completion: Completion | None = None
+        self._flushed = False
+        self.error: StepwireError | None = None
+        self.num_tokens = 0
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will be taken from steps."""
+        return self._completion is not None or self.error is not None
+
+    @property
+    def buffered_bytes(self) -> int:
+        buffer = self._buffer
+        return len(buffer.token_ids) * self._token_bytes + len(buffer.prompt_logprobs) * self._prompt_bytes
+
+    # ------------------------------------------------------------------------------------------------ worker's side
+
+    def feed(self, tokens: list[int], reason: int, cached: int, extras: Extras | None, now_ns: int) -> Action:
+        """Takes one entry of a TokenBatch. After the end it does nothing, so late entries are harmless."""
+        if self.ended:
+            return Action.NONE
+        self._cached = cached
+        if self._unread_since_ns is None:
+            self._unread_since_ns = now_ns
+        try:
+            action = self._append(tokens, FinishReason(reason) if reason else None, extras)
+        except StepwireError as error:
+            self.fail(error)
+            return Action.CANCEL
+        except Exception as error:  # noqa: BLE001 - a defect in one request's decoding must not end the loop for all
+            self.fail(SequenceFailed(f"the text of this request could not be made: {type(error).__name__}: {error}"))
+            return Action.CANCEL
+        if action is Action.NONE and not self.ended and self._is_too_slow(now_ns):
+            self._fail_slow()
+            return Action.CANCEL
+        return action
+
+    def fail(self, error: StepwireError) -> None:
+        """Ends the stream with an error. The first end counts."""
+        if not self.ended:
+            self.error = error
+
+    def check_reader(self, now_ns: int) -> bool:
+        """Ends the stream when its reader stalled, even if generation is over. True: it did so now."""
+        if self.error is None and self._is_too_slow(now_ns):
+            self._fail_slow()
+            return True
+        return False
+
+    def _is_too_slow(self, now_ns: int) -> bool:
+        since = self._unread_since_ns
+        late = since is not None and now_ns - since >= self._limits.slow_reader_ns
+        return late or self.buffered_bytes > self._limits.max_buffered_bytes
+
+    def _fail_slow(self) -> None:
+        seconds = self._limits.slow_reader_ns / 1e9
+        self._completion = None
+        self._buffer = Piece()
+        self._undecoded = []
+        self.error = SlowReader(
+            f"the stream was not read for {seconds:g} s, or {self._limits.max_buffered_bytes} bytes lay unread",
+            limit=f"slow_reader_s={seconds:g}",
+        )
+
+    def _append(self, tokens: list[int], reason: FinishReason | None, extras: Extras | None) -> Action:
+        ended_by_token = reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        texted = tokens[:-1] if ended_by_token else tokens
+        taken = len(tokens)
+        cursor = self._wants.cursor
+        stopped = False
+        if cursor is not None and cursor.matches:
+            before = cursor.num_tokens
+            self._buffer.text += cursor.push(texted)
+            if cursor.matched is None and reason is not None:
+                self._buffer.text += cursor.finish()
+            if cursor.matched is not None:
+                stopped = True
+                taken = cursor.num_tokens - before
+        elif cursor is not None:
+            self._undecoded += texted
+        self._append_columns(tokens[:taken], extras)
+        if stopped:
+            self._complete(FinishReason.STOP_STRING, None)
+            return Action.FINISH if reason is None else Action.NONE
+        if reason is not None:
+            self._complete(reason, tokens[-1] if ended_by_token and tokens else None)
+        return Action.NONE
+
+    def _append_columns(self, tokens: list[int], extras: Extras | None) -> None:
+        first = len(self._wants.prompt) + self.num_tokens
+        self.num_tokens += len(tokens)
+        self._buffer.token_ids += tokens
+        if self._wants.num_logprobs and tokens:
+            logprobs = extras.logprobs if extras is not None else ()
+            if len(logprobs) < len(tokens):
+                raise SequenceFailed(f"the executor sent {len(logprobs)} logprobs for {len(tokens)} tokens")
+            self._buffer.logprobs += logprobs[: len(tokens)]
+        if self._wants.raw_logits and tokens:
+            outputs = extras.outputs if extras is not None else ()
+            logits = {output.position: output.data for output in outputs if output.kind is OutputKind.RAW_LOGITS}
+            for position in range(first, first + len(tokens)):
+                if position not in logits:
+                    raise SequenceFailed(f"the executor sent no logits for position {position}")
+                self._buffer.raw_logits.append((position, logits[position]))
+        if extras is not None and self._wants.num_prompt_logprobs:
+            for output in extras.outputs:
+                if output.kind is OutputKind.PROMPT_LOGPROBS:
+                    self._append_prompt_logprobs(output)
+
+    def _append_prompt_logprobs(self, output: Output) -> None:
+        for offset, top in enumerate(parse_prompt_logprobs(output, self._wants.num_prompt_logprobs)):
+            position = output.position + offset
+            if position < self._next_prompt_position:
+                continue  # computed again after a preemption
+            self._buffer.prompt_logprobs.append((int(self._wants.prompt[position]), top))
+            self._next_prompt_position = position + 1
+
+    def _complete(self, reason: FinishReason, stop_token_id: int | None) -> None:
+        self._completion = Completion(
+            reason=reason,
+            prompt_tokens=len(self._wants.prompt),
+            cached_tokens=self._cached,
+            completion_tokens=self.num_tokens,
+            stop_token_id=stop_token_id,
+            stop_string=self._wants.cursor.matched if self._wants.cursor else None,
+        )
+
+    # ------------------------------------------------------------------------------------------------ reader's side
+
+    def take(self) -> Piece | None:
+        """Everything that came since the last piece, within `max_piece_bytes`; None: nothing yet.
+
+        Raises the error the request ended with.
+        """
+        self._decode_pending()
+        buffer, done = self._buffer, self._completion
+        if not (buffer.token_ids or buffer.text or buffer.prompt_logprobs or done):
+            if self.error is not None:
+                raise self.error
+            return None
+        piece = self._cut()
+        rest = self._buffer
+        if not (rest.token_ids or rest.text or rest.prompt_logprobs):
+            self._unread_since_ns = None
+            piece.completion = done
+        return piece
+
+    def _decode_pending(self) -> None:
+        """Without stop strings nobody needs the text before the reader does; many tokens then decode in one go."""
+        cursor = self._wants.cursor
+        if cursor is None or cursor.matches:
+            return
+        if self._undecoded:
+            self._buffer.text += cursor.push(self._undecoded)
+            self._undecoded = []
+        if self._completion is not None and not self._flushed:
+            self._flushed = True
+            self._buffer.text += cursor.finish()
+
+    def _cut(self) -> Piece:
+        """Takes whole tokens off the buffer's head; all text there is goes with the first of them."""
+        buffer = self._buffer
+        num_prompt = max(1, self._limits.max_piece_bytes // self._prompt_bytes)
+        if len(buffer.prompt_logprobs) > num_prompt:
+            piece = Piece(prompt_logprobs=buffer.prompt_logprobs[:num_prompt])
+            buffer.prompt_logprobs = buffer.prompt_logprobs[num_prompt:]
+            return piece
+        num_tokens = max(1, self._limits.max_piece_bytes // self._token_bytes)
+        if len(buffer.token_ids) <= num_tokens:
+            self._buffer = Piece()
+            return buffer
+        self._buffer = Piece(
+            "", buffer.token_ids[num_tokens:], buffer.logprobs[num_tokens:], buffer.raw_logits[num_tokens:]
+        )
+        return Piece(
+            buffer.text,
+            buffer.token_ids[:num_tokens],
+            buffer.logprobs[:num_tokens],
+            buffer.raw_logits[:num_tokens],
+            buffer.prompt_logprobs,
+        )
+
+
+def parse_prompt_logprobs(output: Output, num: int) -> list[TopTokens]:
+    """The records of a PROMPT_LOGPROBS output, as in OutputChunk of executor.proto. Raises SequenceFailed."""
+    words = 1 + 2 * (num - 1)
+    if len(output.data) != output.count * words * 4:
+        raise SequenceFailed(f"prompt logprobs of {output.count} positions have {len(output.data)} bytes")
+    raw = np.frombuffer(output.data, dtype="<u4").reshape(output.count, words)
+    floats = raw.view("<f4")
+    return [
+        TopTokens(chosen, tuple(ids), tuple(logprobs))
+        for chosen, ids, logprobs in zip(
+            floats[:, 0].tolist(), raw[:, 1:num].tolist(), floats[:, num:].tolist(), strict=True
+        )
+    ]
