@@ -47,6 +47,7 @@ class RequestTrace:
     last_token_ns: int = 0
     tokens: int = 0
     batches: int = 0
+    chunks_in_flight: int = 0
     num_chunks: int = 0
     executor_id: int = -1
     recomputing: bool = False
@@ -69,10 +70,17 @@ class RequestTrace:
             self.num_recomputes += 1
             self.event("readmitted", now_ns, {"stepwire.paused_ms": (now_ns - self.last_token_ns) / MS})
         self.executor_id = executor_id
+        self.chunks_in_flight += 1
+
+    @property
+    def complete(self) -> bool:
+        """It ended and no result that names it is awaited."""
+        return bool(self.end_ns) and not self.chunks_in_flight
 
     def computed(self, chunk: Chunk) -> None:
         """The result of a prefill chunk came."""
         self.num_chunks += 1
+        self.chunks_in_flight -= 1
         if len(self.chunks) < MAX_CHUNK_SPANS:
             self.chunks.append(chunk)
         elif self.merged is None:

@@ -90,15 +90,19 @@ class TracingObserver:
 
     def on_end(self, key: int, reason: FinishReason | None, error: str, now_ns: int) -> None:
         self._live.discard(key)
-        request = self._requests.pop(key, None)
+        request = self._requests.get(key)
         if request is not None:
             self._policy.request_seen(key)
             request.end_ns, request.reason, request.error = now_ns, reason, error
-            self._export_request(request)
+            self._export_request_if_complete(request)
         if not self._live:
             self._seal_idle()
 
-    def _export_request(self, request: RequestTrace) -> None:
+    def _export_request_if_complete(self, request: RequestTrace) -> None:
+        """The tokens of a step, and the ends they bring, are told before the step's result is."""
+        if not request.complete:
+            return
+        del self._requests[request.key]
         num_spans = request.num_spans()
         self._allowance.give_back(request.context.trace_id, MAX_CORE_SPANS - num_spans)
         spans, clock = self._spans, self._clock
@@ -154,8 +158,6 @@ class TracingObserver:
     def on_result(
         self, record: StepRecord, result: StepResult, received_ns: int, updated_ns: int, clock_offset_ns: int
     ) -> None:
-        if self._requests and len(record.prefill_keys):
-            self._computed(record, received_ns)
         state = self._executors.get(record.executor_id)
         if state is None:
             return
@@ -169,6 +171,8 @@ class TracingObserver:
             self._landed(window)
         elif slow:
             self._export_slow(record, result, received_ns, updated_ns, clock_offset_ns)
+        if self._requests and len(record.prefill_keys):
+            self._computed(record, received_ns)
 
     def _computed(self, record: StepRecord, received_ns: int) -> None:
         plan = record.plan
@@ -180,6 +184,7 @@ class TracingObserver:
             if request is not None:
                 again = bool(request.num_recomputes)
                 request.computed(Chunk(record.planned_ns, received_ns, position, count, plan.step_id, again))
+                self._export_request_if_complete(request)
 
     def _export_slow(
         self, record: StepRecord, result: StepResult, received_ns: int, updated_ns: int, clock_offset_ns: int
@@ -193,8 +198,9 @@ class TracingObserver:
             (r.key, r.context) for keys in (record.prefill_keys, record.decode_keys) for r in self._sampled(keys)
         ]
         window = slow_step_window(root, step, requests)
-        for key in window.links:
-            self._requests[key].joined(root)
+        for key, _ in requests:
+            if key in window.links:
+                self._requests[key].joined(root)
         spans, clock, executor_spans = self._spans, self._clock, self._executor_spans
         self._pipeline.submit(
             lambda: window_spans(window, spans, _wall_offset(clock), executor_spans), 1 + MAX_STEP_SPANS
@@ -214,6 +220,9 @@ class TracingObserver:
                 request.event(f"executor {event}", now_ns, {"stepwire.detail": detail})
         if event not in ("lost", "epoch_ended"):
             return
+        for request in [r for r in self._requests.values() if r.executor_id == executor_id]:
+            request.chunks_in_flight = 0
+            self._export_request_if_complete(request)
         state = self._executors.get(executor_id)
         if state is not None and state.window is not None:
             self._seal(state, state.window)
@@ -227,8 +236,9 @@ class TracingObserver:
         """Exports what is open: the process stops."""
         for executor_id in list(self._executors):
             self.on_executor(executor_id, "lost", "the scheduler stops", now_ns)
-        for key in list(self._requests):
-            self.on_end(key, None, "the scheduler stops", now_ns)
+        for key, request in list(self._requests.items()):
+            if not request.end_ns:
+                self.on_end(key, None, "the scheduler stops", now_ns)
 
     def _landed(self, window: Window) -> None:
         window.in_flight -= 1

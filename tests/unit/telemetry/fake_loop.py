@@ -41,6 +41,7 @@ class FakeLoop:
         self.prefills: dict[int, deque[int]] = {}
         self.running: list[int] = []
         self.sampling: set[tuple[int, int]] = set()  # (step, key): the last chunk of the key's prompt
+        self.ending: set[int] = set()
         self.in_flight: deque[StepRecord] = deque()
         self.step_id = 0
         self.device_free_ns = 0
@@ -67,6 +68,10 @@ class FakeLoop:
         self.running = [k for k in self.running if k != key]
         self.prefills.pop(key, None)
         self.observer.on_end(key, reason, error, self.clock.monotonic_ns())
+
+    def end_with_token(self, key: int) -> None:
+        """The next token of it is the last."""
+        self.ending.add(key)
 
     def plan(self) -> None:
         now = self.clock.monotonic_ns()
@@ -139,6 +144,8 @@ class FakeLoop:
         for key in (*record.decode_keys.tolist(), *done):
             if key in self.running:
                 self.observer.on_tokens(key, 1, now)
+            if key in self.ending:
+                self.end(key)
         self.clock.advance_ns(100_000)
         self.observer.on_result(record, result, now, self.clock.monotonic_ns(), OFFSET_NS)
 

@@ -136,6 +136,16 @@ def test_a_request_becomes_queue_prefill_decode(loop: FakeLoop) -> None:
     assert times(spans[0])[1] <= times(spans[1])[0]
 
 
+def test_a_request_that_ends_with_its_first_token_keeps_its_prefill(loop: FakeLoop) -> None:
+    context = loop.submit(1)
+    assert context is not None
+    loop.plan()
+    loop.end_with_token(1)
+    loop.result()
+    spans = [s for s in loop.spans() if trace_id(s) == context.trace_id]
+    assert [s.name for s in spans] == ["queue", "prefill", "decode"]
+
+
 def test_long_prompts_merge_their_chunks(loop: FakeLoop) -> None:
     context = loop.submit(1, chunks=50)
     assert context is not None
