@@ -45,8 +45,8 @@ EXECUTOR_NAMES: Final = COMMON_NAMES | {
 }  # fmt: skip
 ALL_NAMES: Final = SCHEDULER_NAMES | EXECUTOR_NAMES
 
-# Read elsewhere: the command line's own variables and the model cache's.
-OTHER_VARIABLES: Final = frozenset({"STEPWIRE_CONFIG", "STEPWIRE_ADDRESS", "STEPWIRE_TOKEN", "STEPWIRE_CACHE"})
+# Read elsewhere: the command line's own variables.
+OTHER_VARIABLES: Final = frozenset({"STEPWIRE_CONFIG", "STEPWIRE_ADDRESS", "STEPWIRE_TOKEN", "STEPWIRE_TRACEBACK"})
 # Kubernetes puts these into every container beside a Service named "stepwire".
 _KUBERNETES = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
@@ -185,10 +185,14 @@ def _reject(error: ValidationError, sources: Mapping[str, str]) -> NoReturn:
     raise ConfigError(f"{name}{given} ({sources.get(name, 'default')}): {message}", field=name) from None
 
 
-def _unknown(what: str, given: str, known: Sequence[str]) -> ConfigError:
+def closest(given: str, known: Sequence[str]) -> str:
+    """A hint at the known name most like `given`, ready to follow a complaint; empty when none is like it."""
     close = get_close_matches(given, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return ConfigError(f"unknown {what} {given}{hint}", field=given)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _unknown(what: str, given: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"unknown {what} {given}{closest(given, known)}", field=given)
 
 
 def _is_bool(kind: type[ServiceConfig], name: str) -> bool:

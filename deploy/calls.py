@@ -1,0 +1,142 @@
+"""What `stepwire generate`, `chat` and `info` do with a client."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from deploy.terminal import err, write_answer
+from stepwire_client import Client, Completion, Delta, GenerateOptions, Generation, Message, StepwireError
+
+READINESS = "stepwire.v1.Inference"
+LIVENESS = "stepwire.liveness"
+
+
+def print_json(value: object) -> None:
+    """One line of JSON. Text stays readable; what a terminal could mistake is escaped by JSON itself."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def completion_json(answer: Completion) -> dict[str, Any]:
+    """A completion as scripts get it: raw logits, never asked for here, left out."""
+    fields = dataclasses.asdict(answer)
+    del fields["raw_logits"]
+    return fields
+
+
+def generate(client: Client, prompt: str, options: GenerateOptions, deadline: float | None, as_json: bool) -> None:
+    if as_json:
+        print_json(completion_json(client.complete(prompt, deadline=deadline, **options)))
+        return
+    with client.generate(prompt, deadline=deadline, **options) as stream:
+        stream_answer(stream)
+
+
+def stream_answer(stream: Generation) -> str:
+    """Writes the answer as it comes, ends it with a newline, returns it. Ctrl-C leaves a whole line behind too."""
+    pieces: list[str] = []
+    try:
+        for event in stream:
+            if isinstance(event, Delta) and event.text:
+                pieces.append(event.text)
+                write_answer(event.text)
+    finally:
+        if pieces and not pieces[-1].endswith("\n"):
+            write_answer("\n")
+    return "".join(pieces)
+
+
+def chat(
+    client: Client, message: str | None, system: str, options: GenerateOptions, deadline: float | None, as_json: bool
+) -> None:
+    """One message, or a conversation read from standard input."""
+
+    def answer(history: list[Message]) -> str:
+        if as_json:
+            whole = client.chat(history, deadline=deadline, **options)
+            print_json(completion_json(whole))
+            return whole.text
+        with client.generate(messages=history, deadline=deadline, **options) as stream:
+            return stream_answer(stream)
+
+    start = [Message("system", system)] if system else []
+    if message is not None:
+        text = sys.stdin.read() if message == "-" else message
+        answer([*start, Message("user", text)])
+        return
+    interactive = sys.stdin.isatty() and not as_json
+    if interactive:
+        err(
+            f"{client.model_info(deadline=10).model}: Ctrl-C ends an answer, Ctrl-D the conversation, /reset forgets it"
+        )
+    converse(start, answer, interactive)
+
+
+def converse(start: list[Message], answer: Callable[[list[Message]], str], interactive: bool) -> None:
+    """Turn after turn, the whole history sent each time. A turn that failed or was cut short is forgotten."""
+    history = list(start)
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            if interactive:
+                err("")
+            return
+        except KeyboardInterrupt:  # at the prompt: throw the line away, as shells do
+            if not interactive:
+                raise
+            err("")
+            continue
+        if line == "/reset":
+            history = list(start)
+        elif line == "/exit":
+            return
+        elif line:
+            turn = Message("user", line)
+            try:
+                history += [turn, Message("assistant", answer([*history, turn]))]
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+            except StepwireError as error:
+                if not interactive:
+                    raise
+                err(f"{error.message} ({error.status})")
+
+
+def info(client: Client, as_json: bool) -> None:
+    """Model, health and counters. A server that is not ready still has a health and counters."""
+    health = {"ready": client.health(READINESS, deadline=10), "alive": client.health(LIVENESS, deadline=10)}
+    try:
+        model = dataclasses.asdict(client.model_info(deadline=10))
+    except StepwireError as error:
+        if health["ready"] == "serving":
+            raise
+        model = {"error": error.message}
+    stats = dataclasses.asdict(client.stats(deadline=10))
+    if as_json:
+        print_json({"address": client.address, "health": health, "model": model, "stats": stats})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    executors = stats.pop("executors")
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for title, values in ({"server": {"address": client.address, **health}} | {"model": model, "stats": stats}).items():
+        table.add_row(f"[bold]{title}[/]", "")
+        for name, value in values.items():
+            table.add_row(f"  {name}", _plain(value))
+    for executor in executors:
+        table.add_row(f"[bold]executor {executor.pop('address')}[/]", "")
+        for name, value in executor.items():
+            table.add_row(f"  {name}", _plain(value))
+    Console().print(table)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(v)}" for name, v in value.items() if v is not None) or "-"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)

@@ -1,0 +1,271 @@
+"""The `stepwire` command. Starts fast: what a command needs is loaded when it runs.
+
+Every failure is one line on standard error and a status that is not 0: 2 for configuration, model files and usage, 130
+after Ctrl-C, 1 for the rest.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from stepwire_client import Client, GenerateOptions
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+app = typer.Typer(
+    help="LLM serving as two gRPC services, every step visible.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+models = typer.Typer(help="Model files on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(models, name="models")
+
+Address = Annotated[str, typer.Option(envvar="STEPWIRE_ADDRESS", help="the scheduler's API")]
+Token = Annotated[str, typer.Option(envvar="STEPWIRE_TOKEN", help="bearer token", show_default=False)]
+TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities to trust; turns TLS on")]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM client certificate")]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM key of the client certificate")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="tokens to generate, at most")]
+Temperature = Annotated[float | None, typer.Option(help="0: always the most likely token")]
+TopK = Annotated[int | None, typer.Option(help="sample from the k most likely; 0: all")]
+TopP = Annotated[float | None, typer.Option(help="sample from the smallest set with this probability")]
+MinP = Annotated[float | None, typer.Option(help="drop tokens less likely than this share of the best")]
+Seed = Annotated[int | None, typer.Option(help="the same seed gives the same answer")]
+Stop = Annotated[list[str] | None, typer.Option(help="end at this text; may repeat")]
+Deadline = Annotated[float | None, typer.Option(help="seconds for the whole call")]
+
+
+# --------------------------------------------------------------------------------------------------------- services
+
+
+@app.command(context_settings=PASS_ON)
+def up(
+    context: typer.Context,
+    first_prompt: Annotated[str, typer.Option(help="sent once both serve")] = "What is the capital of France?",
+    no_first_prompt: Annotated[bool, typer.Option("--no-first-prompt", help="send none")] = False,
+    once: Annotated[bool, typer.Option("--once", help="leave with status 0 after the first answer")] = False,
+    ready_timeout: Annotated[float, typer.Option(help="seconds until both must serve")] = 600.0,
+) -> None:
+    """Run an executor and a scheduler on this machine until Ctrl-C.
+
+    Takes the flags of both services too (see `stepwire scheduler --help`, `stepwire executor --help`); --executor-NAME
+    and --scheduler-NAME address one of them.
+    """
+    from deploy.up import UpOptions, run_up
+
+    prompt = "" if no_first_prompt else first_prompt
+    raise typer.Exit(run_up(context.args, UpOptions(first_prompt=prompt, once=once, ready_s=ready_timeout)))
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def scheduler(context: typer.Context) -> None:
+    """Run the scheduler alone; --help lists its flags."""
+    _become("scheduler_svc", context.args)
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def executor(context: typer.Context) -> None:
+    """Run the executor alone; --help lists its flags."""
+    _become("executor_svc", context.args)
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+
+
+# ---------------------------------------------------------------------------------------------------------- calling
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="the text to continue; -: read it from standard input")],
+    address: Address = DEFAULT_ADDRESS,
+    model: Annotated[str, typer.Option(help="refuse to be answered by another model")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    deadline: Deadline = None,
+    json: Json = False,
+    token: Token = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Continue a text, streaming to the terminal."""
+    from deploy import calls
+
+    options = _options(model, max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    with _client(address, token, tls_ca, tls_cert, tls_key) as client:
+        calls.generate(client, sys.stdin.read() if prompt == "-" else prompt, options, deadline, json)
+
+
+@app.command()
+def chat(
+    message: Annotated[str | None, typer.Argument(help="one message; none: a conversation")] = None,
+    system: Annotated[str, typer.Option(help="a system message to begin with")] = "",
+    address: Address = DEFAULT_ADDRESS,
+    model: Annotated[str, typer.Option(help="refuse to be answered by another model")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    deadline: Deadline = None,
+    json: Json = False,
+    token: Token = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Talk with the model. Ctrl-C ends an answer, Ctrl-D the conversation; /reset forgets it.
+
+    With --json each line of standard input is a message and each line of output an answer.
+    """
+    from deploy import calls
+
+    options = _options(model, max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    with _client(address, token, tls_ca, tls_cert, tls_key) as client:
+        calls.chat(client, message, system, options, deadline, json)
+
+
+@app.command()
+def info(
+    address: Address = DEFAULT_ADDRESS,
+    json: Json = False,
+    token: Token = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Show the model served, the server's health and its counters."""
+    from deploy import calls
+
+    with _client(address, token, tls_ca, tls_cert, tls_key) as client:
+        calls.info(client, json)
+
+
+def _client(address: str, token: str, ca: Path | None, cert: Path | None, key: Path | None) -> "Client":
+    from stepwire_client import Client, Tls
+
+    return Client(address, token=token or None, tls=Tls(ca, cert, key) if ca or cert or key else None)
+
+
+def _options(
+    model: str,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int | None,
+    stop: list[str] | None,
+) -> "GenerateOptions":
+    given: dict[str, Any] = {
+        "model": model or None, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
+        "min_p": min_p, "seed": seed, "stop_strings": stop or None,
+    }  # fmt: skip
+    options: GenerateOptions = {}
+    options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
+    return options
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+@models.command("pull")
+def models_pull(
+    model: Annotated[str, typer.Argument(help="a hub id; none: the default model")] = "", json: Json = False
+) -> None:
+    """Fetch a model's files and print where they are."""
+    from deploy import model_commands
+
+    model_commands.pull_model(model, json)
+
+
+@models.command("list")
+def models_list(json: Json = False) -> None:
+    """List the models on this machine."""
+    from deploy import model_commands
+
+    model_commands.list_all(json)
+
+
+@models.command("path")
+def models_path(
+    model: Annotated[str, typer.Argument(help="a name or hub id; none: the default model")] = "", json: Json = False
+) -> None:
+    """Print where a model's files are; status 2 when they are not on this machine."""
+    from deploy import model_commands
+
+    model_commands.print_path(model, json)
+
+
+# ------------------------------------------------------------------------------------------------------------ start
+
+
+def main() -> None:
+    """The console script: runs a command and turns every failure into one line and a status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a command; returns its exit status and never raises an Exception."""
+    try:
+        status = app(args=arguments, prog_name="stepwire", standalone_mode=False)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (`stepwire … | head`): nothing to say, and nothing left to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a line for people
+        return _report(error)
+    return status if isinstance(status, int) else 0
+
+
+def _report(error: Exception) -> int:
+    if os.environ.get("STEPWIRE_TRACEBACK"):
+        raise error
+    from common.errors import ConfigError, ModelError
+    from stepwire_client import StepwireError, Unavailable
+
+    match error:
+        case typer.Abort():
+            return 130
+        case ConfigError() | ModelError():
+            text, status = error.message, 2
+        case Unavailable() if not error.reason:
+            text, status = f"no server answers: {error.message}; start one with: stepwire up", 1
+        case StepwireError():
+            details = ", ".join(part for part in (error.status, error.reason, error.field, error.limit) if part)
+            text, status = f"{error.message} ({details})", 1
+        case _ if hasattr(error, "format_message"):  # click's own: usage
+            text, status = f"{error.format_message()} (see stepwire --help)", 2
+        case OSError():
+            text, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), 1
+        case ValueError():
+            text, status = str(error), 2
+        case _:
+            text = f"{type(error).__name__}: {error} (a defect: STEPWIRE_TRACEBACK=1 shows where)"
+            status = 1
+    print(f"stepwire: {text}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Progress of long work on standard error: one moving line on a terminal, a line per tenth elsewhere."""
+
+import sys
+from typing import TextIO
+
+
+class ProgressLine:
+    """A common.model_files Progress. Owned by one thread; `done` ends the moving line."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._moving = self._stream.isatty()
+        self._activity = ""
+        self._tenth = -1
+        self._width = 0
+
+    def __call__(self, activity: str, done: int, total: int) -> None:
+        if activity != self._activity:
+            self.done()
+            self._activity, self._tenth = activity, -1
+        if total <= 0:
+            text, tenth = activity, 0
+        else:
+            text = f"{activity}  {100 * done // total:3d} %  ({done / 1e6:.1f} of {total / 1e6:.1f} MB)"
+            tenth = 10 * done // total
+        if self._moving:
+            self._stream.write("\r" + text.ljust(self._width))
+            self._width = len(text)
+        elif tenth > self._tenth:
+            self._stream.write(text + "\n")
+        self._tenth = max(tenth, self._tenth)
+        self._stream.flush()
+
+    def done(self) -> None:
+        if self._moving and self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+        self._width = 0

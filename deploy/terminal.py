@@ -1,0 +1,19 @@
+"""Writing to the terminal: messages to standard error, answers to standard output."""
+
+import sys
+
+
+def err(text: str) -> None:
+    """One message on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Text without control characters: neither a model's answer nor a log line may move a terminal's cursor."""
+    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+
+
+def write_answer(text: str) -> None:
+    """A piece of an answer, at once. Piped output is left as the model wrote it."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
