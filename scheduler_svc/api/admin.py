@@ -1,6 +1,6 @@
 """stepwire.v1.Admin: for operators."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import fields
 
 from common.errors import StepwireError
@@ -13,14 +13,17 @@ from stepwire.v1 import admin_pb2_grpc
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """`drain_ms`: the deadline of a Drain that names none."""
+    """`drain_ms`: the deadline of a Drain that names none. `spans_dropped`: traced but lost, in this process."""
 
-    def __init__(self, worker: ApiWorker, drain_ms: int) -> None:
+    def __init__(self, worker: ApiWorker, drain_ms: int, spans_dropped: Callable[[], int] = lambda: 0) -> None:
         self._worker = worker
         self._drain_ms = drain_ms
+        self._spans_dropped = spans_dropped
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        return stats_message(await answered(context, self._worker.stats()))
+        message = stats_message(await answered(context, self._worker.stats()))
+        message.spans_dropped = message.spans_dropped or self._spans_dropped()
+        return message
 
     async def WatchSteps(self, request: pb.WatchStepsRequest, context: Context) -> AsyncIterator[pb.WatchStepsResponse]:
         watch = None

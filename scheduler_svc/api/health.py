@@ -6,7 +6,7 @@ scheduler. (A stuck event loop answers no health check at all.)
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import grpc
@@ -68,15 +68,21 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 class HealthMonitor:
     """Decides readiness and liveness from CoreStates and from GetStats asked every few seconds.
 
-    Alive: the core answered within the last `liveness_timeout_s`. Stalled: an executor is connected and requests
-    wait or run, but no step finished for `stall_timeout_s`. Owned by the event loop.
+    Alive: `is_alive` says so and the core answered within the last `liveness_timeout_s`. Stalled: an executor is
+    connected and requests wait or run, but no step finished for `stall_timeout_s`. Owned by the event loop.
     """
 
     def __init__(
-        self, worker: ApiWorker, health: HealthServicer, liveness_timeout_s: float = 30.0, stall_timeout_s: float = 60.0
+        self,
+        worker: ApiWorker,
+        health: HealthServicer,
+        liveness_timeout_s: float = 30.0,
+        stall_timeout_s: float = 60.0,
+        is_alive: Callable[[], bool] = lambda: True,
     ) -> None:
         self._worker = worker
         self._health = health
+        self._is_alive = is_alive
         self._liveness_timeout_ns = int(liveness_timeout_s * 1e9)
         self._stall_timeout_ns = int(stall_timeout_s * 1e9)
         now_ns = worker.clock.monotonic_ns()
@@ -85,12 +91,12 @@ class HealthMonitor:
         self._steps = -1
         self._stopping = False
         worker.on_state(self._on_state)
-        self._refresh()
+        self.refresh()
 
     def stop(self) -> None:
         """The server goes down: not ready from now on."""
         self._stopping = True
-        self._refresh()
+        self.refresh()
 
     async def probe(self) -> None:
         """Asks the core how it is; call it every few seconds."""
@@ -110,14 +116,15 @@ class HealthMonitor:
             if steps != self._steps or not connected or not (stats.waiting or stats.running):
                 self._progress_ns = now_ns
                 self._steps = steps
-        self._refresh()
+        self.refresh()
 
     def _on_state(self, state: CoreState) -> None:
-        self._refresh()
+        self.refresh()
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Decides again; time alone may have changed the answer."""
         now_ns = self._worker.clock.monotonic_ns()
-        alive = now_ns - self._answered_ns < self._liveness_timeout_ns
+        alive = now_ns - self._answered_ns < self._liveness_timeout_ns and self._is_alive()
         stalled = now_ns - self._progress_ns >= self._stall_timeout_ns
         state = self._worker.state
         ready = state.ready and not state.draining and alive and not stalled and not self._stopping

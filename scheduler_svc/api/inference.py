@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator
 
 from common.errors import InvalidInput, StepwireError
+from common.model_files.description import SamplingDefaults
 from scheduler_svc.api.calls import Context, answered
 from scheduler_svc.api.generation import Generation, begin_trace
 from scheduler_svc.api.prompt import PromptReader
 from scheduler_svc.api.responses import add_completion, add_piece, started
-from scheduler_svc.api.served_model import SamplingDefaults
 from scheduler_svc.api.status import abort, only_stepwire_errors
 from scheduler_svc.api.validation import check_token_ids, request_id
 from scheduler_svc.api.worker import ApiWorker

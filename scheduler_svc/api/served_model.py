@@ -1,23 +1,15 @@
 """What the API knows about the model it serves, and the two things it needs a tokenizer for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
 
 from common.errors import UnknownModel
+from common.model_files.description import ModelDescription, SamplingDefaults
 from scheduler_svc.messages import CoreState
 from scheduler_svc.text_cursor import Decoder
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """The model's generation config. None: the default documented in inference.proto."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+MIN_REPETITION_PENALTY: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +24,40 @@ class ServedModel:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     architecture: str = ""
-    defaults: SamplingDefaults = SamplingDefaults()
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+    @classmethod
+    def of(cls, description: ModelDescription, name: str = "") -> "ServedModel":
+        """`name`: what clients call it, beside its own id. Defaults no caller could ask for are left out."""
+        defaults = description.default_sampling
+        if defaults.top_p == 0:
+            defaults = replace(defaults, top_p=None)
+        if defaults.repetition_penalty is not None and defaults.repetition_penalty < MIN_REPETITION_PENALTY:
+            defaults = replace(defaults, repetition_penalty=None)
+        return cls(
+            name=name or description.id,
+            aliases=(description.id,) if name else (),
+            model_hash=description.hash,
+            vocab_size=description.vocab_size,
+            max_context=description.max_positions,
+            eos_ids=description.eos_ids,
+            bos_id=description.bos_id,
+            architecture=description.architecture,
+            defaults=defaults,
+        )
 
     def resolve(self, state: CoreState) -> "ServedModel":
         """Fills what is missing from the executor's answer. A smaller vocabulary or context of the executor wins."""
         info = state.info
         if info is None:
             return self
-        return ServedModel(
+        return replace(
+            self,
             name=self.name or info.model_id,
-            aliases=self.aliases,
             model_hash=self.model_hash or info.model_hash,
             vocab_size=info.vocab_size,
             max_context=state.max_context or info.max_context,
             eos_ids=self.eos_ids or info.eos_ids,
-            bos_id=self.bos_id,
-            architecture=self.architecture,
-            defaults=self.defaults,
         )
 
     def check_name(self, asked: str) -> None:

@@ -70,7 +70,7 @@ class ApiServer:
     async def start(self) -> None:
         await self.server.start()
         self._tasks = [
-            asyncio.create_task(_every(SWEEP_INTERVAL_S, self._check_readers), name="api-sweep"),
+            asyncio.create_task(_every(SWEEP_INTERVAL_S, self._sweep), name="api-sweep"),
             asyncio.create_task(_every(PROBE_INTERVAL_S, self._monitor.probe), name="api-probe"),
         ]
 
@@ -89,8 +89,9 @@ class ApiServer:
     async def wait_for_termination(self) -> None:
         await self.server.wait_for_termination()
 
-    async def _check_readers(self) -> None:
+    async def _sweep(self) -> None:
         self._worker.check_readers()
+        self._monitor.refresh()
 
 
 def build_server(
@@ -100,10 +101,13 @@ def build_server(
     model: ServedModel,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     tracer: RequestTracer | None = None,
+    is_alive: Callable[[], bool] = lambda: True,
+    spans_dropped: Callable[[], int] = lambda: 0,
 ) -> ApiServer:
     """The server with its port bound, not started. Call it on the event loop that will run it.
 
     `interceptors` run inside the token check. `tracer` None: attributes go to the span that is current in the call.
+    `is_alive`: what the engine says of itself, for liveness. `spans_dropped`: for GetStats.
     Raises ConfigError: port taken, TLS files wrong.
     """
     auth = (BearerTokens(options.auth_tokens),) if options.auth_tokens else ()
@@ -115,11 +119,13 @@ def build_server(
         worker, prompts, tokenizer, model, tracer or SpanRequestTracer(), limits, options.max_message_bytes
     )
     health = HealthServicer()
-    monitor = HealthMonitor(worker, health, options.liveness_timeout_s, options.stall_timeout_s)
+    monitor = HealthMonitor(worker, health, options.liveness_timeout_s, options.stall_timeout_s, is_alive)
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceServicer(generation, prompts, worker, options.version), server
     )
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(worker, int(options.drain_s * 1000)), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(
+        AdminServicer(worker, int(options.drain_s * 1000), spans_dropped), server
+    )
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = [
         inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
@@ -127,9 +133,25 @@ def build_server(
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     ]
+    if (vllm_name := _add_vllm_engine(server, generation, worker, options.version)) is not None:
+        names.append(vllm_name)
     reflection.enable_server_reflection(names, server)
     port = open_port(server, options.listen, options.tls)
     return ApiServer(server, port, worker, monitor, text_workers)
+
+
+def _add_vllm_engine(server: grpc.aio.Server, generation: Generation, worker: ApiWorker, version: str) -> str | None:
+    """The gateway's service, where its protocol package is installed; its full name."""
+    try:
+        from smg_grpc_proto import vllm_engine_pb2_grpc
+
+        from scheduler_svc.api.vllm_engine import SERVICE_NAME, VllmEngineServicer
+    except ImportError as error:
+        _log.info("vllm.grpc.engine is not served: %s", error)
+        return None
+    servicer = VllmEngineServicer(generation, worker, version)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
+    return SERVICE_NAME
 
 
 async def _every(seconds: float, work: Callable[[], Awaitable[None]]) -> None:

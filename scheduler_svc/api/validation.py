@@ -13,7 +13,8 @@ from typing import Final
 
 from common.errors import InvalidInput, NotSupported, TooLarge
 from common.messages import Sampling
-from scheduler_svc.api.served_model import SamplingDefaults
+from common.model_files.description import SamplingDefaults
+from scheduler_svc.api.served_model import MIN_REPETITION_PENALTY
 from stepwire.v1 import inference_pb2 as pb
 
 MAX_REQUEST_ID_BYTES: Final = 128
@@ -106,7 +107,9 @@ def resolve_sampling(request: pb.GenerateRequest, defaults: SamplingDefaults, li
         top_k=min(_int(params, "top_k", defaults.top_k, 0), limits.vocab_size),
         top_p=_float(params, "top_p", defaults.top_p, 1.0, 0.0, 1.0, above=True),
         min_p=_float(params, "min_p", defaults.min_p, 0.0, 0.0, 1.0),
-        repetition_penalty=_float(params, "repetition_penalty", defaults.repetition_penalty, 1.0, 0.01, 10.0),
+        repetition_penalty=_float(
+            params, "repetition_penalty", defaults.repetition_penalty, 1.0, MIN_REPETITION_PENALTY, 10.0
+        ),
         presence_penalty=_float(params, "presence_penalty", None, 0.0, -2.0, 2.0),
         frequency_penalty=_float(params, "frequency_penalty", None, 0.0, -2.0, 2.0),
         min_tokens=min_tokens,

@@ -1,0 +1,300 @@
+"""vllm.grpc.engine.VllmEngine over the same worker, so that the SMG gateway can put an HTTP API in front.
+
+Token ids come in and go out; the gateway tokenises and detokenises. What Stepwire does not have (several samples,
+grammars, images, embeddings, KV transfer, profiling) is answered with UNIMPLEMENTED, never ignored. Streams follow
+what the gateway expects of vLLM: chunks carry new tokens and count only these; a `complete` message ends the stream,
+with the last tokens again when it streamed, else with all.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final, NoReturn
+
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from common.errors import InvalidInput, NotSupported, StepwireError
+from scheduler_svc.api.calls import Context, answered
+from scheduler_svc.api.generation import ActiveRequest, Generation, begin_trace
+from scheduler_svc.api.status import abort, only_stepwire_errors
+from scheduler_svc.api.worker import ApiWorker
+from scheduler_svc.messages import FinishReason, TopTokens
+from scheduler_svc.token_stream import Completion, Piece
+from stepwire.v1 import inference_pb2 as pb
+
+SERVICE_NAME: Final = "vllm.grpc.engine.VllmEngine"
+
+_LENGTH: Final = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT)
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """Owned by the event loop, as the other servicers. `version`: of Stepwire."""
+
+    def __init__(self, generation: Generation, worker: ApiWorker, version: str) -> None:
+        self._generation = generation
+        self._worker = worker
+        self._version = version
+        self._started_ns = worker.clock.monotonic_ns()
+        self._last_receive_s = 0.0
+
+    async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        trace, trailing = begin_trace(context)
+        self._last_receive_s = self._worker.clock.wall_ns() / 1e9
+        active = None
+        try:
+            with only_stepwire_errors():
+                active = await self._generation.accept(to_stepwire(request), context, trace)
+                whole = Piece()
+                completion = None
+                first = True
+                while completion is None:
+                    piece = await active.next()
+                    completion = piece.completion
+                    if request.stream:
+                        if piece.token_ids or piece.prompt_logprobs:
+                            yield vllm.GenerateResponse(chunk=_chunk(active, piece, first))
+                        first = first and not piece.prompt_logprobs
+                        whole = piece
+                    else:
+                        _append(whole, piece)
+                active.close()
+                yield vllm.GenerateResponse(complete=_complete(active, whole, completion))
+        except StepwireError as error:
+            if active is not None:
+                active.failed(error)
+                active.close()
+            await abort(context, error, trailing)
+        finally:
+            if active is not None:
+                active.close()
+
+    async def Abort(self, request: Any, context: Context) -> Any:
+        async def work() -> Any:
+            for request_id in request.request_ids:
+                await self._worker.abort(request_id)
+            return vllm.AbortResponse()
+
+        return await answered(context, work())
+
+    async def HealthCheck(self, request: Any, context: Context) -> Any:
+        state = self._worker.state
+        if state.ready:
+            return vllm.HealthCheckResponse(healthy=True, message="ready")
+        return vllm.HealthCheckResponse(healthy=False, message="draining" if state.draining else "no executor")
+
+    async def GetModelInfo(self, request: Any, context: Context) -> Any:
+        model = self._generation.model
+        defaults = model.defaults
+        named = {
+            "temperature": defaults.temperature,
+            "top_k": defaults.top_k,
+            "top_p": defaults.top_p,
+            "min_p": defaults.min_p,
+            "repetition_penalty": defaults.repetition_penalty,
+        }
+        return vllm.GetModelInfoResponse(
+            model_path=model.name,
+            is_generation=True,
+            max_context_length=model.max_context,
+            vocab_size=model.vocab_size,
+            served_model_name=model.name,
+            architectures=[model.architecture] if model.architecture else [],
+            eos_token_ids=model.eos_ids,
+            bos_token_id=0 if model.bos_id is None else model.bos_id,
+            max_req_input_len=self._worker.state.max_prompt_tokens,
+            default_sampling_params_json=json.dumps({k: v for k, v in named.items() if v is not None}),
+        )
+
+    async def GetServerInfo(self, request: Any, context: Context) -> Any:
+        info = self._worker.state.info
+        return vllm.GetServerInfoResponse(
+            active_requests=self._worker.num_streams,
+            is_paused=self._worker.state.draining,
+            last_receive_timestamp=self._last_receive_s,
+            uptime_seconds=(self._worker.clock.monotonic_ns() - self._started_ns) / 1e9,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            kv_cache_dtype=info.kv_dtype if info else "",
+            block_size=info.block_size if info else 0,
+            model_dtype=info.dtype if info else "",
+            max_num_seqs=info.max_num_seqs if info else 0,
+        )
+
+    async def GetLoads(self, request: Any, context: Context) -> Any:
+        stats = await answered(context, self._worker.stats())
+        info = self._worker.state.info
+        block_size = info.block_size if info else 0
+        total = sum(executor.num_blocks for executor in stats.executors)
+        used = total - sum(executor.free_blocks for executor in stats.executors)
+        usage = used / total if total else 0.0
+        load = vllm.SchedulerLoad(
+            num_running_reqs=stats.running,
+            num_waiting_reqs=stats.waiting,
+            num_total_reqs=stats.running + stats.waiting,
+            num_used_tokens=used * block_size,
+            max_total_num_tokens=total * block_size,
+            token_usage=usage,
+            utilization=usage,
+            cache_hit_rate=stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+            max_running_requests=info.max_num_seqs if info else 0,
+        )
+        seconds = self._worker.clock.wall_ns() / 1e9
+        timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+        return vllm.GetLoadsResponse(timestamp=timestamp, version=self._version, dp_rank_count=1, loads=[load])
+
+    async def Embed(self, request: Any, context: Context) -> NoReturn:
+        await abort(context, NotSupported("Stepwire computes no embeddings"))
+
+    async def FlushCache(self, request: Any, context: Context) -> NoReturn:
+        await abort(context, NotSupported("Stepwire has no call that empties its prefix cache"))
+
+    async def StartProfile(self, request: Any, context: Context) -> NoReturn:
+        await abort(context, NotSupported("Stepwire's timelines are OpenTelemetry traces; there is no profiler call"))
+
+    async def StopProfile(self, request: Any, context: Context) -> NoReturn:
+        await abort(context, NotSupported("Stepwire's timelines are OpenTelemetry traces; there is no profiler call"))
+
+    async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        await abort(context, NotSupported("give the gateway the tokenizer's path; it is not handed out here"))
+        yield  # makes this an async generator, as a streaming method must be
+
+    async def SubscribeKvEvents(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        await abort(context, NotSupported("Stepwire publishes no KV cache events; GetLoads tells the load"))
+        yield
+
+
+def to_stepwire(request: Any) -> pb.GenerateRequest:
+    """The same request in Stepwire's terms. Raises NotSupported for what has none, naming the field.
+
+    In vLLM's message 0 means "not given" for top_p and repetition_penalty, and nothing takes the model's defaults: the
+    gateway has filled these in.
+    """
+    params = request.sampling_params
+    _refuse_unsupported(request, params)
+    sampling = pb.SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,
+    )
+    if params.HasField("seed"):
+        sampling.seed = params.seed & 0xFFFF_FFFF_FFFF_FFFF
+    for token_id, bias in params.logit_bias.items():
+        if token_id < 0:
+            field = f"sampling_params.logit_bias[{token_id}]"
+            raise InvalidInput(f"{field}: a token id is not negative", field=field, limit="0")
+        sampling.logit_bias[token_id] = bias
+    converted = pb.GenerateRequest(
+        request_id=request.request_id,
+        sampling=sampling,
+        stop=pb.StopConditions(
+            max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+            stop_strings=params.stop,
+            ignore_eos=params.ignore_eos,
+        ),
+        output=pb.OutputOptions(
+            logprobs=_count(params, "logprobs"),
+            prompt_logprobs=_count(params, "prompt_logprobs"),
+            detokenize=bool(params.stop),
+        ),
+        stream=request.stream,
+    )
+    if request.WhichOneof("input") == "tokenized":
+        converted.token_ids.ids.extend(request.tokenized.input_ids)
+    elif request.WhichOneof("input") == "text":
+        converted.text = request.text
+    return converted
+
+
+def _count(params: Any, name: str) -> int | None:
+    if not params.HasField(name):
+        return None
+    value: int = getattr(params, name)
+    if value < 0:
+        raise NotSupported(f"sampling_params.{name} = {value} (all of the vocabulary)", field=f"sampling_params.{name}")
+    return value
+
+
+def _refuse_unsupported(request: Any, params: Any) -> None:
+    wanted = {
+        "mm_inputs": request.HasField("mm_inputs"),
+        "extra_mm_inputs": bool(request.extra_mm_inputs),
+        "media_refs": request.HasField("media_refs"),
+        "kv_transfer_params": request.HasField("kv_transfer_params"),
+        "kv_transfer_params_json": request.HasField("kv_transfer_params_json"),
+        "data_parallel_rank": request.data_parallel_rank > 0,
+        "sampling_params.n": params.n > 1,
+        "sampling_params.truncate_prompt_tokens": params.HasField("truncate_prompt_tokens"),
+        f"sampling_params.{params.WhichOneof('constraint')}": params.WhichOneof("constraint") is not None,
+    }
+    for field, is_wanted in wanted.items():
+        if is_wanted:
+            raise NotSupported(f"{field} is not supported by this server", field=field)
+
+
+def _append(whole: Piece, piece: Piece) -> None:
+    whole.token_ids += piece.token_ids
+    whole.logprobs += piece.logprobs
+    whole.prompt_logprobs += piece.prompt_logprobs
+
+
+def _chunk(active: ActiveRequest, piece: Piece, first: bool) -> Any:
+    return vllm.GenerateStreamChunk(
+        token_ids=piece.token_ids,
+        prompt_tokens=len(active.submit.prompt),
+        completion_tokens=len(piece.token_ids),
+        output_logprobs=_output_logprobs(piece),
+        input_logprobs=_input_logprobs(active, piece, first),
+    )
+
+
+def _complete(active: ActiveRequest, piece: Piece, completion: Completion) -> Any:
+    message = vllm.GenerateComplete(
+        output_ids=piece.token_ids,
+        finish_reason="length" if completion.reason in _LENGTH else "stop",
+        prompt_tokens=completion.prompt_tokens,
+        completion_tokens=completion.completion_tokens,
+        cached_tokens=completion.cached_tokens,
+        output_logprobs=_output_logprobs(piece),
+        input_logprobs=None if active.valid.stream else _input_logprobs(active, piece, True),
+    )
+    if completion.reason is FinishReason.STOP_TOKEN and completion.stop_token_id is not None:
+        message.matched_token_id = completion.stop_token_id
+    elif completion.stop_string is not None:
+        message.matched_stop_str = completion.stop_string
+    return message
+
+
+def _output_logprobs(piece: Piece) -> Any:
+    if not piece.logprobs:
+        return None
+    return vllm.OutputLogProbs(
+        token_logprobs=[top.chosen for top in piece.logprobs],
+        token_ids=piece.token_ids,
+        top_logprobs=_tops(piece.logprobs),
+    )
+
+
+def _input_logprobs(active: ActiveRequest, piece: Piece, first: bool) -> Any:
+    """Prompt logprobs; the first token of the prompt, which has none, goes with the `first` of them."""
+    if not piece.prompt_logprobs:
+        return None
+    message = vllm.InputLogProbs()
+    if first:
+        message.token_logprobs.add()
+        message.token_ids.append(int(active.submit.prompt[0]))
+        message.top_logprobs.add()
+    message.token_ids.extend(token_id for token_id, _ in piece.prompt_logprobs)
+    message.token_logprobs.extend(vllm.InputTokenLogProb(value=top.chosen) for _, top in piece.prompt_logprobs)
+    message.top_logprobs.extend(_tops([top for _, top in piece.prompt_logprobs]))
+    return message
+
+
+def _tops(tops: Sequence[TopTokens]) -> list[Any]:
+    return [vllm.TopLogProbs(values=top.logprobs, token_ids=top.ids) for top in tops]
