@@ -1,0 +1,529 @@
+"""The executor's end of the step protocol, over real gRPC, against the toy executor."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Never
+
+import grpc
+import pytest
+
+from common.clock import ManualClock
+from common.messages import (
+    Draining,
+    PlanErrorCode,
+    Pong,
+    Sampling,
+    StepPlan,
+    StepResult,
+)
+from common.wire import decode_output_chunk, encode_to_executor
+from executor_svc.session import SessionLimits
+from stepwire.executor.v1 import executor_pb2 as pb
+from tests.fakes.toy_executor import ToyExecutor, toy_info
+from tests.fakes.toy_tokens import expected_tokens
+from tests.integration.protocol_harness import Peer, admit_plan, decode_plan, empty_plan, run, serving
+
+A, B = b"a" * 16, b"b" * 16
+GREEDY = Sampling(seed=1, max_tokens=16, temperature=0.0)
+PROMPT = [5, 6, 7, 8]
+
+
+def oracle(count: int) -> list[int]:
+    return expected_tokens(PROMPT, replace(GREEDY, max_tokens=count), vocab_size=1000, eos_ids=(2,))
+
+
+def held_by(gate: threading.Event) -> Callable[[StepPlan], None]:
+    """For ToyExecutor.on_wait: no result before the gate opens."""
+
+    def wait(plan: StepPlan) -> None:
+        assert gate.wait(20)
+
+    return wait
+
+
+# ----------------------------------------------------------------------------------------------------------- handshake
+
+
+def test_welcome_says_what_the_executor_is() -> None:
+    async def main() -> None:
+        toy = ToyExecutor(incarnation=77)
+        async with serving(toy) as served, Peer(served.address) as peer:
+            welcome = await peer.hello(epoch=3, depth=9)
+            assert (welcome.incarnation, welcome.info) == (77, toy.info)
+            assert welcome.pipeline_depth == SessionLimits().max_pipeline_depth
+            info = await peer.stub.GetInfo(pb.GetInfoRequest())
+            assert (info.holder_scheduler_id, info.holder_epoch, info.incarnation) == (A, 3, 77)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "words"),
+    [
+        (pb.ToExecutor(ping=pb.Ping(id=1)), grpc.StatusCode.INVALID_ARGUMENT, "first message"),
+        (pb.ToExecutor(), grpc.StatusCode.INVALID_ARGUMENT, "first message"),
+        (
+            pb.ToExecutor(hello=pb.Hello(protocol_version=2, scheduler_id=A, epoch=1, pipeline_depth=1)),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "version 2 is not spoken",
+        ),
+        (
+            pb.ToExecutor(hello=pb.Hello(protocol_version=1, scheduler_id=b"short", epoch=1, pipeline_depth=1)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "hello.scheduler_id",
+        ),
+        (
+            pb.ToExecutor(hello=pb.Hello(protocol_version=1, scheduler_id=A, pipeline_depth=1)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "hello.epoch",
+        ),
+        (
+            pb.ToExecutor(
+                hello=pb.Hello(
+                    protocol_version=1, scheduler_id=A, epoch=1, pipeline_depth=1, expected_model_hash="other"
+                )
+            ),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "expects model hash other, this executor has toy-0",
+        ),
+    ],
+)
+def test_bad_first_message_is_refused(message: pb.ToExecutor, code: grpc.StatusCode, words: str) -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as peer:
+            await peer.call.write(message)
+            got, details = await peer.ended()
+            assert got is code and words in details
+            async with Peer(served.address) as next_peer:
+                await next_peer.hello()
+
+    run(main())
+
+
+def test_second_hello_is_malformed() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as peer:
+            await peer.hello()
+            await peer.send(peer.hello_message(2))
+            code, details = await peer.ended()
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and "MALFORMED" in details
+
+    run(main())
+
+
+def test_no_hello_is_not_waited_for_for_ever() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor(), limits=SessionLimits(hello_wait_s=0.05)) as served, Peer(served.address) as p:
+            await p.call.wait_for_connection()
+            code, details = await p.ended()
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and "no Hello" in details
+
+    run(main())
+
+
+# --------------------------------------------------------------------------------------------------- lease and takeover
+
+
+def test_own_scheduler_takes_over_a_half_open_stream() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as old, Peer(served.address) as new:
+            await old.hello(epoch=1)
+            await old.send(admit_plan(1, 1, PROMPT, GREEDY))  # and then it reads nothing any more
+            await new.hello(epoch=2)
+            await new.send(admit_plan(2, 1, PROMPT, GREEDY, admission_id=2))
+            assert (await new.result()).tokens.tolist() == oracle(1)
+            code, details = await old.ended()
+            assert code is grpc.StatusCode.ABORTED
+            assert "taken over by epoch 2" in details and A.hex() in details
+
+    run(main())
+
+
+def test_takeover_does_not_wait_for_a_peer_whose_window_is_full() -> None:
+    async def main() -> None:
+        limits = SessionLimits(outbox_depth=1_000_000)
+        async with serving(ToyExecutor(), limits=limits) as served, Peer(served.address) as old:
+            await old.hello(epoch=1)
+            for number in range(4000):  # more pongs than any flow-control window takes
+                await old.ping(number)
+            async with Peer(served.address) as new:
+                await new.hello(epoch=2)
+                await new.send(empty_plan(2, 1))
+                assert (await new.result()).epoch == 2
+
+    run(main())
+
+
+def test_epoch_must_rise() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as first, Peer(served.address) as second:
+            await first.hello(epoch=4)
+            await second.send(second.hello_message(4))
+            code, details = await second.ended()
+            assert code is grpc.StatusCode.FAILED_PRECONDITION and "epoch 4 does not rise" in details
+            await first.send(empty_plan(4, 1))
+            await first.result()
+
+    run(main())
+
+
+def test_stranger_is_refused_and_nothing_is_cleared() -> None:
+    async def main() -> None:
+        toy = ToyExecutor()
+        async with serving(toy) as served, Peer(served.address) as holder, Peer(served.address, B) as stranger:
+            await holder.hello(epoch=1)
+            await holder.send(admit_plan(1, 1, PROMPT, GREEDY))
+            tokens = (await holder.result()).tokens.tolist()
+            await stranger.send(stranger.hello_message(9))
+            code, details = await stranger.ended()
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            assert f"held by scheduler {A.hex()}" in details
+            assert toy.rows_in_use == 1
+            for step in range(2, 5):
+                await holder.send(decode_plan(1, step, 0))
+                tokens += (await holder.result()).tokens.tolist()
+            assert tokens == oracle(4)
+
+    run(main())
+
+
+def test_stranger_is_accepted_when_the_lease_is_over_and_the_old_stream_ends() -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        async with (
+            serving(ToyExecutor(), clock=clock) as served,
+            Peer(served.address) as holder,
+            Peer(served.address, B) as early,
+            Peer(served.address, B) as late,
+        ):
+            await holder.hello()
+            clock.advance_ns(4_000_000_000)
+            await holder.ping()
+            assert isinstance(await holder.read(), Pong)  # any message renews the lease
+            clock.advance_ns(4_999_999_999)
+            await early.send(early.hello_message(1))
+            code, details = await early.ended()
+            assert code is grpc.StatusCode.FAILED_PRECONDITION and "held by" in details
+            clock.advance_ns(1)
+            await late.hello(epoch=2)
+            code, details = await holder.ended()
+            assert code is grpc.StatusCode.ABORTED and B.hex() in details
+
+    run(main())
+
+
+def test_lease_outlives_a_broken_stream_but_not_a_closed_one() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served:
+            async with Peer(served.address) as broken:
+                await broken.hello()
+            async with Peer(served.address, B) as stranger:
+                await stranger.send(stranger.hello_message(1))
+                assert (await stranger.ended())[0] is grpc.StatusCode.FAILED_PRECONDITION
+            async with Peer(served.address) as again:
+                await again.hello(epoch=2)
+                await again.call.done_writing()
+                assert await again.ended() == (grpc.StatusCode.OK, "")
+            async with Peer(served.address, B) as stranger:
+                await stranger.hello(epoch=1)
+
+    run(main())
+
+
+def test_blocks_are_kept_only_when_both_agree() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor(incarnation=5)) as served:
+            kept = []
+            for epoch, fields in enumerate(
+                [
+                    {"keep_kv": True, "known_incarnation": 5},
+                    {"keep_kv": True, "known_incarnation": 6},
+                    {"keep_kv": False, "known_incarnation": 5},
+                ]
+            ):
+                async with Peer(served.address) as peer:
+                    kept.append((await peer.hello(epoch=epoch + 1, **fields)).kv_kept)
+            assert kept == [True, False, False]
+
+    run(main())
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_every_plan_gets_one_answer_in_order_pings_at_once() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        toy = ToyExecutor(on_wait=held_by(gate))
+        async with serving(toy) as served, Peer(served.address) as peer:
+            await peer.hello(depth=2)
+            await peer.send(admit_plan(1, 1, PROMPT, GREEDY))
+            await peer.send(decode_plan(1, 2, 0))
+            await peer.ping(7)
+            pong = await peer.read()  # while both results are held back
+            assert isinstance(pong, Pong) and pong.id == 7 and pong.received_ns <= pong.sent_ns
+            gate.set()
+            first, second = await peer.result(), await peer.result()
+            assert [first.step_id, second.step_id] == [1, 2]
+            assert [*first.tokens.tolist(), *second.tokens.tolist()] == oracle(2)
+            assert first.timings.sent_ns >= first.timings.received_ns > 0
+            await peer.send(empty_plan(1, 3))
+            assert (await peer.result()).step_id == 3
+
+    run(main())
+
+
+def test_bad_plan_ends_the_epoch_and_corrupts_nothing() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as peer:
+            await peer.hello(depth=4)
+            await peer.send(admit_plan(1, 1, PROMPT, GREEDY))
+            await peer.send(decode_plan(1, 2, 0))
+            await peer.send(decode_plan(1, 3, 9))  # row 9 holds nothing
+            await peer.send(decode_plan(1, 4, 0))  # already on the wire
+            tokens = [*(await peer.result()).tokens.tolist(), *(await peer.result()).tokens.tolist()]
+            refused = await peer.error()
+            assert (refused.step_id, refused.code) == (3, PlanErrorCode.UNKNOWN_ROW)
+            later = await peer.error()
+            assert (later.step_id, later.code) == (4, PlanErrorCode.EPOCH_ENDED)
+            async with Peer(served.address) as again:
+                await again.hello(epoch=2)
+                plan = admit_plan(2, 1, PROMPT + tokens, GREEDY, prompt_len=len(PROMPT), admission_id=2)
+                await again.send(plan)
+                tokens += (await again.result()).tokens.tolist()
+                for step in range(2, 6):
+                    await again.send(decode_plan(2, step, 0))
+                    tokens += (await again.result()).tokens.tolist()
+            assert tokens == oracle(len(tokens))
+
+    run(main())
+
+
+def test_malformed_column_names_its_field() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as peer:
+            await peer.hello(depth=4)
+            message = encode_to_executor(admit_plan(1, 1, PROMPT, GREEDY))
+            message.plan.admit[0].blocks = b"\1\2\3"
+            await peer.call.write(message)
+            await peer.send(empty_plan(1, 2))
+            error = await peer.error()
+            assert (error.code, error.field) == (PlanErrorCode.MALFORMED, "admit[0].blocks")
+            assert (await peer.error()).code is PlanErrorCode.EPOCH_ENDED
+
+    run(main())
+
+
+def test_more_plans_than_granted_are_refused() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        toy = ToyExecutor(on_wait=held_by(gate))
+        async with serving(toy) as served, Peer(served.address) as peer:
+            await peer.hello(depth=1)
+            await peer.send(empty_plan(1, 1))
+            await peer.send(empty_plan(1, 2))
+            await peer.ping()
+            assert isinstance(await peer.read(), Pong)  # the executor has seen both plans
+            gate.set()
+            assert (await peer.result()).step_id == 1
+            error = await peer.error()
+            assert (error.step_id, error.code, error.limit) == (2, PlanErrorCode.BUDGET, 1)
+
+    run(main())
+
+
+def test_step_gap_and_stale_epoch() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served:
+            for epoch, plan, code in (
+                (1, empty_plan(1, 2), PlanErrorCode.STEP_GAP),
+                (2, empty_plan(1, 1), PlanErrorCode.STALE_EPOCH),
+            ):
+                async with Peer(served.address) as peer:
+                    await peer.hello(epoch=epoch)
+                    await peer.send(plan)
+                    assert (await peer.error()).code is code
+
+    run(main())
+
+
+def test_device_failure_is_answered_and_fatal() -> None:
+    async def main() -> None:
+        toy = ToyExecutor()
+        toy.fail_steps.add(1)
+        async with serving(toy) as served, Peer(served.address) as peer:
+            await peer.hello(depth=2)
+            await peer.send(admit_plan(1, 1, PROMPT, GREEDY))
+            await peer.send(decode_plan(1, 2, 0))
+            assert (await peer.error()).code is PlanErrorCode.DEVICE_FAILED
+            assert (await peer.error()).code is PlanErrorCode.EPOCH_ENDED
+            assert served.fatal == ["the toy device was told to fail"]
+
+    run(main())
+
+
+def test_an_executor_that_breaks_is_answered_and_fatal() -> None:
+    class Broken(ToyExecutor):
+        def execute(self, plan: StepPlan, received_ns: int) -> Never:
+            raise ZeroDivisionError("an engine bug")
+
+    async def main() -> None:
+        async with serving(Broken()) as served, Peer(served.address) as peer:
+            await peer.hello()
+            await peer.send(empty_plan(1, 1))
+            error = await peer.error()
+            assert error.code is PlanErrorCode.DEVICE_FAILED and "an engine bug" in error.text
+            assert len(served.fatal) == 1
+
+    run(main())
+
+
+def test_trace_sink_sees_plan_and_sent_result() -> None:
+    seen: list[tuple[StepPlan, StepResult]] = []
+
+    class Sink:
+        def on_step(self, plan: StepPlan, result: StepResult) -> None:
+            seen.append((plan, result))
+
+    async def main() -> None:
+        async with serving(ToyExecutor(), trace=Sink()) as served, Peer(served.address) as peer:
+            await peer.hello()
+            await peer.send(replace(empty_plan(1, 1), trace_context=b"t" * 25))
+            result = await peer.result()
+            await peer.ping()
+            await peer.read()
+            ((plan, told),) = seen
+            assert plan.trace_context == b"t" * 25 and told.timings == result.timings
+
+    run(main())
+
+
+# --------------------------------------------------------------------------------------------------------------- bulk
+
+
+def test_outputs_come_before_their_result() -> None:
+    async def main() -> None:
+        toy = ToyExecutor(toy_info(vocab_size=200_000))  # 800 kB of logits: several chunks
+        async with serving(toy) as served, Peer(served.address) as peer:
+            await peer.hello()
+            await peer.send(admit_plan(1, 1, PROMPT, GREEDY, raw_logits=True))
+            outputs = peer.outputs(1)  # later than the plan: the result waits for it
+            chunks = [
+                decode_output_chunk(c)
+                for c in [await outputs.read() for _ in range(4)]
+                if isinstance(c, pb.OutputChunk)
+            ]
+            result = await peer.result()
+            assert result.output_bytes == sum(len(c.data) for c in chunks) == 800_000
+            assert [c.offset for c in chunks] == [0, 262144, 524288, 786432]
+            assert {c.total_bytes for c in chunks} == {800_000}
+
+    run(main())
+
+
+def test_outputs_without_their_stream_end_the_epoch() -> None:
+    async def main() -> None:
+        limits = SessionLimits(outputs_wait_s=0.1)
+        async with serving(ToyExecutor(), limits=limits) as served, Peer(served.address) as peer:
+            await peer.hello()
+            await peer.send(admit_plan(1, 1, PROMPT, GREEDY, raw_logits=True))
+            code, details = await peer.ended()
+            assert code is grpc.StatusCode.FAILED_PRECONDITION and "no Outputs stream is open" in details
+
+    run(main())
+
+
+def test_outputs_stream_belongs_to_the_open_epoch() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as peer:
+            await peer.hello(epoch=2)
+            for call in (peer.outputs(1), Peer(served.address, B).outputs(2)):
+                with pytest.raises(grpc.aio.AioRpcError, match="no Run stream"):
+                    await call.read()
+            first = peer.outputs(2)
+            await first.initial_metadata()
+            with pytest.raises(grpc.aio.AioRpcError, match="open already"):
+                await peer.outputs(2).read()
+
+    run(main())
+
+
+# ----------------------------------------------------------------------------------------------------- limits and ends
+
+
+def test_outbox_over_its_depth_closes_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        limits = SessionLimits(outbox_depth=8)
+        async with serving(ToyExecutor(), limits=limits) as served, Peer(served.address) as peer:
+            await peer.hello()
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                for number in range(200_000):  # never reads
+                    await peer.ping(number)
+            # A client whose write fails reports its own status, so the executor's words are read from its log.
+            assert "epoch 1 ended: outbox over its depth of 8" in caplog.text
+
+    run(main())
+
+
+def test_oversized_message_ends_the_stream_and_nothing_else() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served:
+            async with Peer(served.address) as peer:
+                await peer.hello()
+                await peer.send(replace(empty_plan(1, 1), trace_context=bytes(5_000_000)))
+                assert (await peer.ended())[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+            async with Peer(served.address) as again:
+                await again.hello(epoch=2)
+
+    run(main())
+
+
+def test_drain_tells_the_scheduler_finishes_steps_and_refuses_new_streams() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        toy = ToyExecutor(on_wait=held_by(gate))
+        async with serving(toy) as served, Peer(served.address) as peer:
+            await peer.hello()
+            await peer.send(admit_plan(1, 1, PROMPT, GREEDY))
+            await peer.ping()
+            await peer.read()
+            draining = asyncio.ensure_future(served.servicer.drain("SIGTERM", 20.0))
+            message = await peer.read()
+            assert message == Draining("SIGTERM", 20_000)
+            async with Peer(served.address, B) as stranger:
+                await stranger.send(stranger.hello_message(1))
+                assert (await stranger.ended())[0] is grpc.StatusCode.UNAVAILABLE
+            await peer.call.done_writing()
+            gate.set()
+            assert (await peer.result()).tokens.tolist() == oracle(1)
+            assert await peer.ended() == (grpc.StatusCode.OK, "")
+            assert await draining is True
+
+    run(main())
+
+
+def test_drain_deadline_ends_a_stream_that_stays() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as peer:
+            await peer.hello()
+            assert await served.servicer.drain("SIGTERM", 0.05) is False
+            code, details = await peer.ended()
+            assert code is grpc.StatusCode.UNAVAILABLE and "SIGTERM" in details
+
+    run(main())
+
+
+def test_unix_socket(tmp_path: object) -> None:
+    async def main() -> None:
+        listen = f"unix:{tmp_path}/executor.sock"
+        async with serving(ToyExecutor(), listen=listen) as served, Peer(served.address) as peer:
+            await peer.hello()
+
+    run(main())
