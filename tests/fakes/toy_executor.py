@@ -332,10 +332,10 @@ class ToyExecutor:
         return [Output(step_id, OutputKind.PROMPT_LOGPROBS, row, state.admission_id, first, count, data)]
 
 
-def crashed(executor: ToyExecutor) -> ToyExecutor:
+def crashed(executor: ToyExecutor, info: ExecutorInfo | None = None) -> ToyExecutor:
     """A fresh process in place of `executor`: the same settings, another incarnation, nothing kept."""
     return ToyExecutor(
-        executor.info,
+        info or executor.info,
         eos_chance=executor.eos_chance,
         nan_token=executor.nan_token,
         incarnation=executor.incarnation + 1,

@@ -1,0 +1,83 @@
+"""Reference-counted KV blocks of one executor."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_svc.core.prefix_cache import PrefixCache
+
+I64 = NDArray[np.int64]
+
+
+class BlockPool:
+    """Each block is free, idle in the prefix cache, or has users; `available` counts the first two.
+
+    `limbo_refs` counts the users among a block's users that only wait for a step in flight.
+    """
+
+    def __init__(self, num_blocks: int, use_cache: bool) -> None:
+        self.num_blocks = num_blocks
+        self.refs: I64 = np.zeros(num_blocks, dtype=np.int64)
+        self.limbo_refs: I64 = np.zeros(num_blocks, dtype=np.int64)
+        self.cache = PrefixCache() if use_cache else None
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Free and holding nothing worth keeping."""
+        return len(self._free)
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + (self.cache.num_idle if self.cache else 0)
+
+    def can_allocate(self, count: int) -> bool:
+        return count <= self.available
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one user each; evicts idle cached blocks only when free ones are out."""
+        assert self.can_allocate(count)
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                assert self.cache is not None
+                block = self.cache.evict()
+            blocks.append(block)
+        self.refs[blocks] = 1
+        return blocks
+
+    def share(self, blocks: list[int]) -> None:
+        """One more user for each of these registered blocks."""
+        assert self.cache is not None
+        for block in blocks:
+            if not self.refs[block]:
+                self.cache.set_used(block)
+            self.refs[block] += 1
+
+    def count_idle(self, blocks: list[int]) -> int:
+        return int((self.refs[blocks] == 0).sum()) if blocks else 0
+
+    def free(self, table: I64) -> None:
+        """One user less for each block of a row's table (in table order). Tail blocks are given up first, so that of
+        a cached prefix the head lives longest."""
+        self.refs[table] -= 1
+        for block in table[self.refs[table] == 0][::-1].tolist():
+            if self.cache is not None and self.cache.holds(block):
+                self.cache.set_idle(block)
+            else:
+                self._free.append(block)
+
+    def enter_limbo(self, table: I64) -> None:
+        self.limbo_refs[table] += 1
+
+    def leave_limbo(self, table: I64) -> None:
+        self.limbo_refs[table] -= 1
+
+    def num_limbo(self) -> int:
+        """Blocks that become available once the results in flight have arrived. Walks over all blocks: for when
+        blocks are short, and for statistics."""
+        return int(((self.refs > 0) & (self.refs == self.limbo_refs)).sum())
+
+    def free_blocks(self) -> tuple[int, ...]:
+        return tuple(self._free)

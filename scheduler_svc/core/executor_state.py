@@ -1,0 +1,256 @@
+"""One executor as the core sees it: rows, blocks, steps in flight, epoch. Owner: the scheduler."""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.messages import ExecutorInfo, Welcome
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.prefix_cache import extend_hashes
+from scheduler_svc.core.rows import I64, Rows
+from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.messages import FinishReason
+from scheduler_svc.observer import StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A planned step whose result is not there. expected: ascending rows that will sample. prefills: (row, end)."""
+
+    step_id: int
+    record: StepRecord
+    expected: I64
+    prefills: tuple[tuple[int, int], ...]
+
+
+def context_limit(info: ExecutorInfo) -> int:
+    """Tokens a sequence may reach on this executor, its whole KV cache taken into account."""
+    return min(info.max_context, min(info.max_blocks_per_row, info.num_blocks) * info.block_size)
+
+
+def wire_limit(info: ExecutorInfo, config: CoreConfig) -> int:
+    """Bytes a plan's tokens, tables and sampling parameters may take; the rest of the message is small."""
+    return min(config.max_plan_bytes, info.max_message_bytes - info.max_message_bytes // 16)
+
+
+class ExecutorState:
+    """Lives as long as the address is known; `connect` and `disconnect` bound each epoch.
+
+    limbo: rows that were given up while steps naming them are in flight; they and their blocks are used by nobody until
+    the last of those results arrived. releases: rows to name in the next plan's `release`. prefilling: rows whose
+    prefill is not planned to its end, in order of admission.
+    """
+
+    def __init__(self, executor_id: int, address: str, config: CoreConfig) -> None:
+        self.id = executor_id
+        self.address = address
+        self._config = config
+        self.info: ExecutorInfo | None = None
+        self.up = False
+        self.epoch = 0
+        self.incarnation = 0
+        self.steps = 0
+        self.epochs_ended = 0
+        self._layout: tuple[int, int] | None = None
+        self.pool = BlockPool(0, False)
+        self._start(0, 0)
+        self.block_size = 1
+        self.depth = self.max_num_seqs = self.max_tokens = self.max_output_bytes = self.context = 0
+        self.max_wire_bytes = 0
+
+    def _start(self, num_rows: int, max_blocks: int) -> None:
+        self.rows = Rows(num_rows, max_blocks)
+        self.free_rows = list(range(num_rows))
+        self.flights: deque[Flight] = deque()
+        self.limbo: list[int] = []
+        self.releases: list[int] = []
+        self.prefilling: list[int] = []
+        self.next_step = 1
+        self.last_result = 0
+        self.num_running = 0
+        self.reserved_output = 0  # bytes of bulk output the next plan keeps for a prefill that waited for them
+        self.blocked: tuple[int, int, int] | None = None  # see the planner's admissions
+
+    # ------------------------------------------------------------------------------------------------------- epochs
+
+    def connect(self, welcome: Welcome) -> None:
+        """Starts an epoch. The prefix cache survives when the executor kept the blocks and they are the same."""
+        info, config = welcome.info, self._config
+        layout = (info.num_blocks, info.block_size)
+        kept = welcome.kv_kept and welcome.incarnation == self.incarnation and layout == self._layout
+        if not kept:
+            self.pool = BlockPool(info.num_blocks, config.enable_prefix_cache)
+        self._layout, self.incarnation, self.info = layout, welcome.incarnation, info
+        self._start(info.num_rows, info.max_blocks_per_row)
+        self.block_size = info.block_size
+        self.depth = max(1, min(config.pipeline_depth, welcome.pipeline_depth))
+        self.max_tokens = min(info.max_tokens_per_step, config.max_num_batched_tokens or info.max_tokens_per_step)
+        # A running sequence decodes one token per step, so more rows than tokens could never all move.
+        self.max_num_seqs = min(info.max_num_seqs, config.max_num_seqs or info.max_num_seqs, self.max_tokens)
+        self.max_output_bytes = min(info.max_output_bytes, config.max_output_bytes or info.max_output_bytes)
+        self.max_wire_bytes = wire_limit(info, config)
+        self.context = context_limit(info)
+        self.up = True
+
+    def disconnect(self) -> list[Sequence]:
+        """Ends the epoch: forgets what is in flight and gives up every row. Returns the sequences that go on."""
+        if not self.up:
+            return []
+        self.up = False
+        self.epochs_ended += 1
+        self.flights.clear()
+        going_on = []
+        for row, sequence in enumerate(self.rows.seqs):
+            if sequence is not None:
+                if not self.rows.running[row]:
+                    self.pool.leave_limbo(self.rows.blocks(row))
+                keep = bool(self.rows.accept[row])
+                self._free(row)
+                if keep:
+                    going_on.append(sequence)
+        self._start(0, 0)
+        return going_on
+
+    # --------------------------------------------------------------------------------------------------------- rows
+
+    def take_row(self, sequence: Sequence, admission_id: int, shared: list[int], fresh: int) -> int:
+        """Gives `sequence` a row whose table is the `shared` blocks (their user count rises) and `fresh` new ones."""
+        rows, s = self.rows, sequence.request.sampling
+        row = heapq.heappop(self.free_rows)
+        if shared:
+            self.pool.share(shared)
+        length = sequence.length
+        final = sequence.prompt_len + (s.max_tokens or self.context)
+        rows.seqs[row] = sequence
+        rows.keys[row] = sequence.key
+        rows.admission[row], rows.rank[row], rows.last_step[row] = admission_id, sequence.rank, 0
+        rows.low[row] = rows.high[row] = length
+        rows.final[row] = min(final, self.context)
+        reason = FinishReason.MAX_TOKENS if final <= self.context else FinishReason.CONTEXT
+        rows.end_reason[row] = reason
+        rows.min_end[row] = sequence.prompt_len + s.min_tokens
+        rows.running[row] = rows.accept[row] = True
+        rows.ignore_eos[row] = s.ignore_eos
+        rows.set_stops(row, s.stop_ids)
+        rows.raw_logits[row] = sequence.request.raw_logits
+        rows.protected[row] = sequence.preemptions >= self._config.max_preemptions
+        rows.prefilled[row] = len(shared) * self.block_size
+        if sequence.cached < 0:
+            sequence.cached = len(shared) * self.block_size
+        rows.cached[row] = sequence.cached
+        sequence.row, sequence.executor_id, sequence.state = row, self.id, SequenceState.RUNNING
+        sequence.admitted_len = length
+        sequence.planned = len(shared) * self.block_size
+        sequence.sent = 0
+        sequence.registered = len(shared)
+        self._extend_table(row, shared)
+        self.grant(row, fresh)
+        self.prefilling.append(row)
+        self.num_running += 1
+        return row
+
+    def grant(self, row: int, count: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        self._extend_table(row, blocks)
+        return blocks
+
+    def _extend_table(self, row: int, blocks: list[int]) -> None:
+        start = int(self.rows.table_len[row])
+        self.rows.table[row, start : start + len(blocks)] = blocks
+        self.rows.table_len[row] = start + len(blocks)
+        self.rows.capacity[row] = (start + len(blocks)) * self.block_size
+
+    def vacate(self, row: int, keep: bool) -> Sequence | None:
+        """Gives a row up. `keep`: tokens still in flight count, and the sequence is returned here or by `settle` once
+        the row is free; else (it ended) nothing is returned."""
+        rows = self.rows
+        rows.accept[row] = keep
+        if not rows.running[row]:
+            return None  # in limbo already
+        rows.running[row] = rows.decoding[row] = False
+        self.num_running -= 1
+        if row in self.prefilling:
+            self.prefilling.remove(row)
+        self.releases.append(row)
+        if rows.last_step[row] > self.last_result:
+            self.pool.enter_limbo(rows.blocks(row))
+            self.limbo.append(row)
+            return None
+        sequence = self._free(row)
+        return sequence if keep else None
+
+    def settle(self) -> list[Sequence]:
+        """Frees the limbo rows whose last result is there. Returns their sequences that go on."""
+        going_on: list[Sequence] = []
+        still: list[int] = []
+        for row in self.limbo:
+            if self.rows.last_step[row] > self.last_result:
+                still.append(row)
+                continue
+            keep = bool(self.rows.accept[row])
+            self.pool.leave_limbo(self.rows.blocks(row))
+            sequence = self._free(row)
+            if keep:
+                going_on.append(sequence)
+        self.limbo = still
+        return going_on
+
+    def _free(self, row: int) -> Sequence:
+        sequence = self.rows.seqs[row]
+        assert sequence is not None
+        self.rows.flush(row)
+        self.register(row, self.rows.computed(row))
+        self.pool.free(self.rows.blocks(row))
+        self.rows.clear(row)
+        heapq.heappush(self.free_rows, row)
+        sequence.row = -1
+        return sequence
+
+    # ------------------------------------------------------------------------------------------------- prefix cache
+
+    def hashes(self, sequence: Sequence, count: int) -> list[bytes]:
+        """The sequence's hash chain, at least `count` blocks of it."""
+        if sequence.hash_block_size != self.block_size:
+            sequence.hash_block_size = self.block_size
+            sequence.hashes.clear()
+        extend_hashes(sequence.hashes, sequence.view(), self.block_size, sequence.request.cache_salt, count)
+        return sequence.hashes
+
+    def register(self, row: int, computed: int) -> None:
+        """Enters the full blocks of the row's first `computed` positions into the prefix cache."""
+        sequence, cache = self.rows.seqs[row], self.pool.cache
+        assert sequence is not None
+        full = computed // self.block_size
+        if cache is None or self.rows.tainted[row] or full <= sequence.registered:
+            return
+        hashes = self.hashes(sequence, full)
+        for index in range(sequence.registered, full):
+            cache.register(hashes[index], int(self.rows.table[row, index]))
+        sequence.registered = full
+
+    # -------------------------------------------------------------------------------------------------------- views
+
+    @property
+    def num_parked(self) -> int:
+        """Preempted sequences whose last results are not there."""
+        return int(self.rows.accept[self.limbo].sum()) if self.limbo else 0
+
+    def first_parked_rank(self) -> int | None:
+        """The best rank among preempted sequences that wait for their last results."""
+        ranks = [int(self.rows.rank[row]) for row in self.limbo if self.rows.accept[row]]
+        return min(ranks, default=None)
+
+    def victim_after(self, rank: int) -> int | None:
+        """The running row with the highest rank above `rank` that may be preempted."""
+        rows = self.rows
+        candidates = np.flatnonzero(rows.running & ~rows.protected & (rows.rank > rank))
+        if not len(candidates):
+            return None
+        return int(candidates[np.argmax(rows.rank[candidates])])
+
+    def has_decode_work(self) -> bool:
+        rows = self.rows
+        return bool((rows.decoding & (rows.high < rows.final)).any())

@@ -1,0 +1,89 @@
+"""What must hold between any two calls of the core. For simulation and tests: it walks over everything."""
+
+import numpy as np
+
+from scheduler_svc.core.executor_state import ExecutorState
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SequenceState
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raises AssertionError naming the first rule that is broken."""
+    for executor in scheduler.executors:
+        if executor.up:
+            _check_rows(executor)
+        _check_blocks(executor)
+    _check_requests(scheduler)
+    for name in scheduler.stats().__dataclass_fields__:
+        value = getattr(scheduler.stats(), name)
+        assert not isinstance(value, int) or value >= 0, f"{name} is {value}"
+
+
+def _check_rows(executor: ExecutorState) -> None:
+    rows = executor.rows
+    occupied = [row for row, sequence in enumerate(rows.seqs) if sequence is not None]
+    assert len(set(executor.free_rows)) == len(executor.free_rows), "a row is free twice"
+    assert sorted([*occupied, *executor.free_rows]) == list(range(len(rows))), "rows are lost or both free and taken"
+    running = np.flatnonzero(rows.running).tolist()
+    assert len(running) == executor.num_running <= executor.max_num_seqs
+    assert sorted([*running, *executor.limbo]) == occupied, "a row is neither running nor in limbo, or both"
+    admissions = rows.admission[occupied].tolist()
+    assert len(set(admissions)) == len(admissions) and 0 not in admissions, "an admission id is used twice"
+    for row in executor.limbo:
+        assert rows.last_step[row] > executor.last_result, f"row {row} stays in limbo after its last result"
+    for row in running:
+        sequence = rows.seqs[row]
+        assert sequence is not None and sequence.row == row and sequence.state == SequenceState.RUNNING
+        assert sequence.length + int(rows.recent_len[row]) == rows.low[row] <= rows.high[row] <= rows.final[row]
+        assert 0 <= rows.computed(row) <= sequence.planned or rows.decoding[row]
+        assert rows.computed(row) < rows.low[row]
+        assert rows.high[row] - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
+        assert (row in executor.prefilling) != bool(rows.decoding[row]), "a row is in both phases, or in none"
+    flights = [flight.step_id for flight in executor.flights]
+    assert flights == list(range(executor.last_result + 1, executor.next_step)), "steps in flight have a gap"
+    assert len(flights) <= executor.depth
+    for flight in executor.flights:
+        plan = flight.record.plan
+        assert plan.num_tokens <= executor.max_tokens, "the token budget was passed"
+        assert len(plan.decode_rows) + len(plan.prefill_rows) <= executor.max_num_seqs
+
+
+def _check_blocks(executor: ExecutorState) -> None:
+    pool, rows = executor.pool, executor.rows
+    users, limbo_users = np.zeros_like(pool.refs), np.zeros_like(pool.refs)
+    for row, sequence in enumerate(rows.seqs):
+        if sequence is not None:
+            table = rows.blocks(row)
+            assert len(set(table.tolist())) == len(table), f"row {row} has a block twice"
+            users[table] += 1
+            if not rows.running[row]:
+                limbo_users[table] += 1
+    assert (users == pool.refs).all(), "a block's reference count is not the number of its users"
+    assert (limbo_users == pool.limbo_refs).all(), "limbo counts are wrong"
+    free = pool.free_blocks()
+    idle = pool.cache.idle_blocks() if pool.cache else ()
+    used = np.flatnonzero(pool.refs).tolist()
+    assert sorted([*free, *idle, *used]) == list(range(pool.num_blocks)), "blocks are lost or counted twice"
+    assert pool.available == len(free) + len(idle)
+    if pool.cache:
+        assert all(pool.cache.holds(block) for block in idle)
+        assert not any(pool.cache.holds(block) for block in free), "a free block is still registered"
+    for row in executor.limbo:
+        assert pool.limbo_refs[rows.blocks(row)].all()
+
+
+def _check_requests(scheduler: Scheduler) -> None:
+    waiting = parked = running = 0
+    for sequence in scheduler.live_sequences():
+        waiting += sequence.state == SequenceState.WAITING
+        parked += sequence.state == SequenceState.PARKED
+        running += sequence.state == SequenceState.RUNNING
+        assert (sequence.row >= 0) == (sequence.state != SequenceState.WAITING)
+        assert (sequence.ticket > 0) == (sequence.state == SequenceState.WAITING)
+        assert scheduler.key_of(sequence.request.request_id) == sequence.key
+    assert waiting + parked + running == scheduler.num_live, "a live request is nowhere"
+    assert waiting + parked == scheduler.num_waiting
+    assert running == scheduler.num_running
+    stats = scheduler.stats()
+    ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed
+    assert stats.requests_accepted == ended + scheduler.num_live, "an accepted request did not end exactly once"

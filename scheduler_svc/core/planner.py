@@ -1,0 +1,278 @@
+"""What the next step computes: running decodes first, then prefill chunks, then who waits."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from common.messages import MAX_EXTEND_TOKENS, Admit, Extend, u32
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.draft import Draft, admit_bytes, extend_bytes
+from scheduler_svc.core.executor_state import ExecutorState
+from scheduler_svc.core.outcome import Counters
+from scheduler_svc.core.rows import I64
+from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.observer import StepRecord
+
+
+class Planner:
+    """Stateless but for its collaborators; `next_admission` gives ids never used before."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        queue: WaitingQueue,
+        next_admission: Callable[[], int],
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._queue = queue
+        self._next_admission = next_admission
+        self._counters = counters
+
+    def can_plan(self, executor: ExecutorState) -> bool:
+        """Something may be there to do. `plan` can still find that all of it has to wait for results."""
+        return bool(executor.releases or executor.prefilling or executor.has_decode_work() or self._can_admit(executor))
+
+    def plan(self, executor: ExecutorState, now_ns: int, trace_context: bytes) -> StepRecord | None:
+        draft = Draft.of(executor)
+        self._decodes(draft)
+        self._prefills(draft)
+        self._admissions(draft)
+        if draft.is_empty:
+            return None
+        return draft.finish(now_ns, trace_context, len(self._queue) + executor.num_parked)
+
+    # ------------------------------------------------------------------------------------------------------- decodes
+
+    def _decodes(self, draft: Draft) -> None:
+        executor, rows = draft.executor, draft.executor.rows
+        ready = np.flatnonzero(rows.decoding & (rows.high < rows.final))
+        if not len(ready):
+            return
+        high = rows.high[ready]
+        # The step writes the slot of position high - 1; the steps that will follow before its result write the next.
+        wanted = np.minimum(high + (executor.depth - 1), rows.final[ready] - 1)
+        short = rows.capacity[ready] < wanted
+        if short.any():
+            self._grant(draft, ready[short], wanted[short])
+            ready = np.flatnonzero(rows.decoding & (rows.high < rows.final) & (rows.capacity >= rows.high))
+        raw = rows.raw_logits[ready]
+        if raw.any():
+            ready = self._within_output(draft, ready, ready[raw])
+        rows.high[ready] += 1
+        rows.last_step[ready] = draft.step_id
+        draft.decode = ready
+        draft.tokens -= len(ready)
+
+    def _grant(self, draft: Draft, short: I64, wanted: I64) -> None:
+        """Blocks for the rows that will soon write past their table, best rank first.
+
+        When blocks are out: a row that limbo will satisfy sits out; else whoever ranks last makes room. A row that
+        finds nobody to make room sits out too, and keeps what it has: the rows it waits for hold all they will ever
+        need, or rank before it.
+        """
+        executor, rows, pool = draft.executor, draft.executor.rows, draft.executor.pool
+        owed = 0
+        for i in np.argsort(rows.rank[short]).tolist():
+            row = int(short[i])
+            if not rows.running[row]:
+                continue  # preempted in this very loop
+            count = -(-int(wanted[i]) // executor.block_size) - int(rows.table_len[row])
+            if owed or not pool.can_allocate(count):
+                owed += count
+                while owed > pool.available + pool.num_limbo():
+                    victim = executor.victim_after(int(rows.rank[row]))
+                    if victim is None:
+                        break
+                    self.preempt(executor, victim)
+                if owed > pool.available:
+                    continue
+                owed -= count
+            index = int(rows.table_len[row])
+            for block in executor.grant(row, count):
+                draft.grants.append((row, index, block))
+                index += 1
+            rows.last_step[row] = draft.step_id
+        draft.blocks_owed = owed
+
+    def _within_output(self, draft: Draft, ready: I64, raw: I64) -> I64:
+        """`ready` without the rows whose raw logits have no room in this step; who waited longest goes first."""
+        executor, rows = draft.executor, draft.executor.rows
+        size = self._raw_bytes(executor)
+        room = max(0, draft.output_bytes - executor.reserved_output) // size
+        if room < len(raw):
+            raw = raw[np.argsort(rows.last_step[raw], kind="stable")[:room]]
+            keep = ~rows.raw_logits[ready]
+            keep[np.isin(ready, raw)] = True
+            ready = ready[keep]
+        draft.output_bytes -= size * len(raw)
+        draft.raw.extend(zip(raw.tolist(), rows.high[raw].tolist(), strict=True))
+        return ready
+
+    @staticmethod
+    def _raw_bytes(executor: ExecutorState) -> int:
+        assert executor.info is not None
+        return executor.info.vocab_size * 4
+
+    def preempt(self, executor: ExecutorState, row: int) -> None:
+        """Takes the row away; the sequence comes back by recompute, after the results of its steps in flight."""
+        sequence = executor.rows.seqs[row]
+        assert sequence is not None
+        sequence.preemptions += 1
+        sequence.state = SequenceState.PARKED
+        self._counters.preemptions += 1
+        if executor.vacate(row, keep=True) is not None:
+            self._queue.push(sequence)
+
+    # ------------------------------------------------------------------------------------------------------ prefills
+
+    def _prefills(self, draft: Draft) -> None:
+        draft.executor.reserved_output = 0
+        for row in tuple(draft.executor.prefilling):
+            if draft.tokens <= 0:
+                return
+            self._chunk(draft, row)
+
+    def _chunk(self, draft: Draft, row: int) -> None:
+        """Plans the next chunk of the row's prefill, as large as every budget allows."""
+        executor, rows = draft.executor, draft.executor.rows
+        sequence = rows.seqs[row]
+        assert sequence is not None
+        count = min(sequence.admitted_len - sequence.planned, draft.tokens)
+        if self._config.max_prefill_chunk:
+            count = min(count, self._config.max_prefill_chunk)
+        self._send(draft, sequence, sequence.planned + count)
+        count = min(count, sequence.sent - sequence.planned)
+        count = self._within_prompt_logprobs(draft, sequence, count)
+        if count > 0 and rows.raw_logits[row] and sequence.planned + count == sequence.admitted_len:
+            size = self._raw_bytes(executor)
+            if draft.output_bytes >= size:
+                draft.output_bytes -= size
+                draft.raw.append((row, sequence.admitted_len))
+            else:
+                executor.reserved_output = size
+                count -= 1
+        if count <= 0:
+            return
+        draft.prefills.append((row, sequence.planned, count))
+        draft.tokens -= count
+        sequence.planned += count
+        rows.last_step[row] = draft.step_id
+        if sequence.planned == sequence.admitted_len:
+            executor.prefilling.remove(row)
+            rows.high[row] = sequence.admitted_len + 1
+            rows.decoding[row] = True
+            draft.sampling_prefills.append(row)
+
+    def _send(self, draft: Draft, sequence: Sequence, until: int) -> None:
+        """Sends known tokens ahead of their use, as far as the plan has room."""
+        while sequence.sent < until:
+            count = min(MAX_EXTEND_TOKENS, sequence.admitted_len - sequence.sent)
+            if extend_bytes(count) > draft.wire_bytes:
+                return
+            draft.wire_bytes -= extend_bytes(count)
+            tokens = sequence.tokens(sequence.sent, sequence.sent + count)
+            draft.extends.append(Extend(sequence.row, sequence.sent, tokens))
+            sequence.sent += count
+            draft.executor.rows.last_step[sequence.row] = draft.step_id
+
+    @staticmethod
+    def _within_prompt_logprobs(draft: Draft, sequence: Sequence, count: int) -> int:
+        """`count`, less what the bulk output of wanted prompt positions has no room for."""
+        if not sequence.wants_prompt_logprobs or count <= 0:
+            return count
+        size = 8 * sequence.request.sampling.num_prompt_logprobs - 4
+        first = max(sequence.next_prompt_logprob, sequence.planned + 1)
+        last = min(sequence.planned + count, sequence.prompt_len - 1)
+        wanted = max(0, last - first + 1)
+        room = draft.output_bytes // size
+        if wanted > room:
+            # Position p comes with the computation of p - 1.
+            count = first + room - 1 - sequence.planned
+            wanted = room
+        draft.output_bytes -= wanted * size
+        return count
+
+    # ---------------------------------------------------------------------------------------------------- admissions
+
+    def _can_admit(self, executor: ExecutorState) -> bool:
+        return bool(len(self._queue) and executor.num_running < executor.max_num_seqs and executor.free_rows)
+
+    def _admissions(self, draft: Draft) -> None:
+        executor = draft.executor
+        if draft.blocks_owed:
+            return  # the next free blocks belong to rows that sit out
+        parked = executor.first_parked_rank()
+        while draft.tokens > 0 and self._can_admit(executor):
+            sequence = self._queue.peek()
+            assert sequence is not None
+            if parked is not None and parked < sequence.rank:
+                return  # who was preempted comes back first
+            if not self._try_admit(draft, sequence):
+                return
+            self._chunk(draft, sequence.row)
+
+    def _try_admit(self, draft: Draft, sequence: Sequence) -> bool:
+        executor, pool, size = draft.executor, draft.executor.pool, draft.executor.block_size
+        version = pool.cache.version if pool.cache else 0
+        if executor.blocked is not None:
+            ticket, need, seen = executor.blocked
+            if ticket == sequence.ticket and seen == version and need + executor.num_running > pool.available:
+                return False
+        total = sequence.length
+        if sequence.preemptions >= self._config.max_preemptions:
+            total = self._final(executor, sequence) - 1
+        num_blocks = -(-max(total, sequence.length) // size)
+        bytes_needed = admit_bytes(sequence.length, num_blocks, sequence.request.sampling)
+        if bytes_needed > draft.wire_bytes:
+            return False
+        shared = self._cached_blocks(executor, sequence)
+        fresh = num_blocks - len(shared)
+        # Each running sequence may want one block soon: admitting into that room would only preempt someone.
+        need = fresh + pool.count_idle(shared)
+        if need + executor.num_running > pool.available:
+            executor.blocked = (sequence.ticket, need, version)
+            return False
+        executor.blocked = None
+        draft.wire_bytes -= bytes_needed
+        self._queue.pop()
+        first = sequence.cached < 0
+        row = executor.take_row(sequence, self._next_admission(), shared, fresh)
+        self._counters.cached_tokens += sequence.cached if first else 0
+        executor.rows.last_step[row] = draft.step_id
+        sequence.sent = min(sequence.length, MAX_EXTEND_TOKENS)
+        draft.admits.append(self._admit_message(executor, sequence, row))
+        return True
+
+    @staticmethod
+    def _final(executor: ExecutorState, sequence: Sequence) -> int:
+        wanted = sequence.request.sampling.max_tokens or executor.context
+        return min(executor.context, sequence.prompt_len + wanted)
+
+    @staticmethod
+    def _cached_blocks(executor: ExecutorState, sequence: Sequence) -> list[int]:
+        """Cached blocks the sequence can start with. At least one token is left to compute, and none whose logits are
+        still wanted is skipped."""
+        cache = executor.pool.cache
+        if cache is None:
+            return []
+        usable = sequence.length - 1
+        if sequence.wants_prompt_logprobs:
+            usable = min(usable, sequence.next_prompt_logprob - 1)
+        count = usable // executor.block_size
+        return cache.match(executor.hashes(sequence, count), count)
+
+    @staticmethod
+    def _admit_message(executor: ExecutorState, sequence: Sequence, row: int) -> Admit:
+        rows = executor.rows
+        return Admit(
+            row=row,
+            admission_id=int(rows.admission[row]),
+            tokens=sequence.tokens(0, sequence.sent),
+            length=sequence.length,
+            prompt_len=sequence.prompt_len,
+            computed_len=sequence.planned,
+            blocks=u32(rows.blocks(row)),
+            sampling=sequence.sampling(int(rows.final[row]) - sequence.prompt_len),
+        )

@@ -1,0 +1,51 @@
+"""Whether a request can ever be served. What can never fit is refused at once, naming the limit."""
+
+from common.errors import InvalidInput, NotSupported, TooLarge
+from common.messages import ExecutorInfo
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.draft import admit_bytes
+from scheduler_svc.core.executor_state import context_limit, wire_limit
+from scheduler_svc.messages import Submit
+
+
+def check_request(request: Submit, info: ExecutorInfo, config: CoreConfig) -> None:
+    """Raises InvalidInput, TooLarge or NotSupported when an executor like `info` could never run it."""
+    _check_tokens(request, info)
+    _check_outputs(request, info, config)
+    wire = wire_limit(info, config)
+    if admit_bytes(context_limit(info), info.max_blocks_per_row, request.sampling) > wire:
+        raise TooLarge("the sampling parameters are too large to send", field="sampling", limit=str(wire))
+
+
+def _check_tokens(request: Submit, info: ExecutorInfo) -> None:
+    if not len(request.prompt):
+        raise InvalidInput("the prompt is empty", field="prompt")
+    s = request.sampling
+    for field, ids in (
+        ("prompt", (int(request.prompt.max()),)),
+        ("sampling.stop_ids", s.stop_ids),
+        ("sampling.allowed_ids", s.allowed_ids),
+        ("sampling.bias", tuple(token for token, _ in s.bias)),
+    ):
+        if ids and max(ids) >= info.vocab_size:
+            limit = str(info.vocab_size)
+            raise InvalidInput(f"token id {max(ids)} is outside the vocabulary of {limit}", field=field, limit=limit)
+    most = context_limit(info) - 1
+    if len(request.prompt) > most:
+        raise TooLarge(
+            f"the prompt has {len(request.prompt)} tokens; at most {most} fit into the context and the KV cache",
+            field="prompt",
+            limit=str(most),
+        )
+
+
+def _check_outputs(request: Submit, info: ExecutorInfo, config: CoreConfig) -> None:
+    s = request.sampling
+    for wanted, feature in ((request.raw_logits, "raw_logits"), (s.num_prompt_logprobs, "prompt_logprobs")):
+        if wanted and feature not in info.features:
+            raise NotSupported(f"the executor gives no {feature}", field=feature)
+    limit = min(info.max_output_bytes, config.max_output_bytes or info.max_output_bytes)
+    if request.raw_logits and 4 * info.vocab_size > limit:
+        raise TooLarge("the raw logits of one token pass the limit of a step", field="raw_logits", limit=str(limit))
+    if 8 * s.num_prompt_logprobs - 4 > limit:
+        raise TooLarge("the logprobs of one token pass the limit of a step", field="prompt_logprobs", limit=str(limit))

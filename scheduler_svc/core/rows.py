@@ -1,0 +1,89 @@
+"""Bookkeeping of an executor's rows in columns, so that a steady decode step touches no Python object per row."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.messages import U32
+from scheduler_svc.core.sequence import Sequence
+
+RECENT = 128
+NO_TOKEN = 0xFFFFFFFF
+
+I64 = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Rows:
+    """All columns are [num_rows] and belong to the row's present occupant, limbo included.
+
+    admission: 0 for a free row. running: neither free nor in limbo. accept: tokens that arrive count (false once the
+    sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
+    protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
+    it ends; capacity: token slots its table covers. min_end: length from which EOS and stop ids count. prefilled: known
+    computed positions of the prefill. last_step: the last step naming the row. recent[row, :recent_len[row]]: known
+    tokens the Sequence has not got yet.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
+        def ints() -> I64:
+            return np.zeros(num_rows, dtype=np.int64)
+
+        def bools() -> Bools:
+            return np.zeros(num_rows, dtype=np.bool_)
+
+        self.seqs: list[Sequence | None] = [None] * num_rows
+        self.keys = np.zeros(num_rows, dtype=np.uint64)
+        self.admission, self.rank, self.last_step = ints(), ints(), ints()
+        self.low, self.high, self.final = ints(), ints(), ints()
+        self.capacity, self.table_len, self.prefilled, self.min_end = ints(), ints(), ints(), ints()
+        self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
+        self.protected, self.ignore_eos, self.has_stops, self.raw_logits = bools(), bools(), bools(), bools()
+        self.end_reason = np.zeros(num_rows, dtype=np.uint8)
+        self.cached: U32 = np.zeros(num_rows, dtype=np.uint32)
+        self.table: I64 = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
+        self.recent: U32 = np.zeros((num_rows, RECENT), dtype=np.uint32)
+        self.recent_len = ints()
+        self.num_with_stops = 0
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        self.has_stops[row] = bool(stop_ids)
+        self.num_with_stops += bool(stop_ids)
+        if len(stop_ids) > self.stops.shape[1]:
+            wider: U32 = np.full((len(self), len(stop_ids)), NO_TOKEN, dtype=np.uint32)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[row] = NO_TOKEN
+        self.stops[row, : len(stop_ids)] = stop_ids
+
+    def blocks(self, row: int) -> I64:
+        return self.table[row, : self.table_len[row]]
+
+    def computed(self, row: int) -> int:
+        """Positions whose KV is known to be in the row's blocks."""
+        sequence = self.seqs[row]
+        assert sequence is not None
+        low = int(self.low[row])
+        return low - 1 if low > sequence.admitted_len else int(self.prefilled[row])
+
+    def flush(self, row: int) -> None:
+        """Moves the known tokens of `recent` into the Sequence."""
+        sequence, count = self.seqs[row], int(self.recent_len[row])
+        assert sequence is not None
+        if count:
+            sequence.append(self.recent[row, :count])
+            self.recent_len[row] = 0
+
+    def clear(self, row: int) -> None:
+        self.num_with_stops -= bool(self.has_stops[row])
+        self.seqs[row] = None
+        for column in (self.admission, self.low, self.high, self.final, self.table_len, self.capacity):
+            column[row] = 0
+        for flags in (self.running, self.accept, self.tainted, self.decoding, self.has_stops, self.raw_logits):
+            flags[row] = False
+        self.keys[row] = 0
+        self.recent_len[row] = 0
+        self.protected[row] = False

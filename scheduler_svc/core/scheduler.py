@@ -1,0 +1,331 @@
+"""The core's public face: requests in, plans out, results in, tokens out.
+
+Synchronous, deterministic and pure: no I/O, no clock, no threads. Same calls, same plans. Owner: the loop thread.
+"""
+
+import numpy as np
+
+from common.errors import (
+    Draining,
+    DuplicateRequest,
+    Overloaded,
+    ProtocolError,
+    SequenceFailed,
+    StepwireError,
+    TooLarge,
+    Unavailable,
+)
+from common.messages import ExecutorInfo, PlanError, PlanErrorCode, StepResult, Welcome
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.executor_state import ExecutorState, context_limit
+from scheduler_svc.core.outcome import Counters, Ending, EpochStart, StepOutcome
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.policy import make_policy
+from scheduler_svc.core.request_checks import check_request
+from scheduler_svc.core.results import batches, collect
+from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.messages import ExecutorStats, FinishReason, Stats, Submit
+from scheduler_svc.observer import StepRecord
+
+MAX_PLAN_ERRORS = 2
+
+
+class Scheduler:
+    """Holds every accepted request until it ends: all that is needed to rebuild its sequence on any executor."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        """Raises ConfigError for an unknown policy."""
+        self.config = config
+        self._policy = make_policy(config.policy)
+        self._queue = WaitingQueue()
+        self._counters = Counters()
+        self._planner = Planner(config, self._queue, self._next_admission, self._counters)
+        self._executors: list[ExecutorState] = []
+        self._live: dict[int, Sequence] = {}
+        self._keys: dict[str, int] = {}
+        self._orders = 0
+        self._admissions = 0
+        self._draining = False
+
+    # ----------------------------------------------------------------------------------------------------- executors
+
+    def add_executor(self, address: str) -> int:
+        self._executors.append(ExecutorState(len(self._executors), address, self.config))
+        return len(self._executors) - 1
+
+    def begin_epoch(self, executor_id: int) -> EpochStart:
+        """What the next Hello says. The former epoch, if it is still open, is over."""
+        executor = self._executors[executor_id]
+        self._requeue(executor.disconnect())
+        executor.epoch += 1
+        keep = self.config.enable_prefix_cache and executor.incarnation != 0
+        return EpochStart(executor.epoch, keep, executor.incarnation if keep else 0)
+
+    def executor_up(self, executor_id: int, epoch: int, welcome: Welcome, now_ns: int) -> tuple[Ending, ...]:
+        """The executor answered the Hello of `epoch`. Returns the requests that can no longer ever fit.
+
+        Raises ProtocolError when `epoch` is not the one begun last.
+        """
+        executor = self._executors[executor_id]
+        if epoch != executor.epoch or executor.up:
+            raise ProtocolError(f"welcome: for epoch {epoch}, the present one is {executor.epoch}", field="epoch")
+        executor.connect(welcome)
+        max_context, _ = self.limits()
+        endings = []
+        for sequence in tuple(self._live.values()):
+            if sequence.state == SequenceState.WAITING and sequence.length + 1 > max_context:
+                error = TooLarge(
+                    f"{sequence.length} tokens and one more no longer fit: the executor that came back holds"
+                    f" {max_context}",
+                    limit=str(max_context),
+                )
+                endings.append(self._end(sequence, None, error))
+        return tuple(endings)
+
+    def executor_down(self, executor_id: int, now_ns: int) -> None:
+        """The stream broke. Every sequence is kept and waits again, before all that came later; what was in flight is
+        forgotten. Idempotent."""
+        self._requeue(self._executors[executor_id].disconnect())
+
+    def plan_failed(self, executor_id: int, error: PlanError, now_ns: int) -> tuple[Ending, ...]:
+        """A plan was refused or failed: the epoch is over and the caller reconnects. A request named in two such errors
+        ends. Errors of an epoch that is over already change nothing."""
+        executor = self._executors[executor_id]
+        if not executor.up or error.epoch != executor.epoch:
+            return ()
+        named = None
+        if error.admission_id and error.code != PlanErrorCode.EPOCH_ENDED:
+            rows = np.flatnonzero(executor.rows.admission == error.admission_id)
+            named = executor.rows.seqs[int(rows[0])] if len(rows) else None
+        self._requeue(executor.disconnect())
+        if named is None or named.state == SequenceState.ENDED:
+            return ()
+        named.plan_errors += 1
+        if named.plan_errors < MAX_PLAN_ERRORS:
+            return ()
+        text = f"the executor refused this sequence twice: {error.code.name} {error.field} {error.text}"
+        return (self._end(named, None, SequenceFailed(text)),)
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    def submit(self, request: Submit, now_ns: int) -> None:
+        """Accepts a request.
+
+        Raises Draining, Unavailable (no executor was ever connected), DuplicateRequest, InvalidInput, TooLarge,
+        NotSupported, Overloaded (with retry_after_ms). A refused request leaves nothing behind.
+        """
+        try:
+            self._check(request)
+        except StepwireError:
+            self._counters.refused += 1
+            raise
+        self._orders += 1
+        sequence = Sequence(request, self._orders, self._policy.rank(self._orders, request.priority))
+        self._live[request.key] = sequence
+        self._keys[request.request_id] = request.key
+        self._queue.push(sequence)
+        self._counters.accepted += 1
+        self._counters.prompt_tokens += sequence.prompt_len
+
+    def _check(self, request: Submit) -> None:
+        infos = [e.info for e in self._executors if e.info is not None]
+        if self._draining:
+            raise Draining("the server is draining and takes no more requests")
+        if not infos:
+            raise Unavailable("no executor was ever connected", retry_after_ms=self.config.retry_after_ms)
+        if request.request_id in self._keys or request.key in self._live:
+            raise DuplicateRequest(f"a request with id {request.request_id!r} is live", field="request_id")
+        for info in infos:
+            check_request(request, info, self.config)
+        queued = self.config.max_queued_tokens
+        if len(self._queue) >= self.config.max_queued_requests or (
+            queued and len(self._queue) and self._queue.num_tokens + len(request.prompt) > queued
+        ):
+            raise Overloaded(
+                f"{len(self._queue)} requests wait already",
+                limit=str(self.config.max_queued_requests),
+                retry_after_ms=self.config.retry_after_ms,
+            )
+
+    def cancel(self, key: int, now_ns: int) -> bool:
+        """The caller is gone or gave up. Idempotent; true if the request was live. Nothing more comes for it."""
+        sequence = self._live.get(key)
+        if sequence is None:
+            return False
+        self._retire(sequence)
+        self._counters.aborted += 1
+        return True
+
+    def finish(self, key: int, token_count: int, now_ns: int) -> bool:
+        """The worker found a stop string in the first `token_count` generated tokens. As cancel, but a success: the
+        tokens after those are not counted."""
+        sequence = self._live.get(key)
+        if sequence is None:
+            return False
+        known = sequence.length
+        if sequence.row >= 0:
+            known = int(self._executors[sequence.executor_id].rows.low[sequence.row])
+        self._retire(sequence)
+        self._counters.finished += 1
+        self._counters.generated_tokens -= max(0, known - sequence.prompt_len - token_count)
+        return True
+
+    def key_of(self, request_id: str) -> int | None:
+        """The live request with exactly this id."""
+        return self._keys.get(request_id)
+
+    def drain(self) -> None:
+        """No more admission from now on."""
+        self._draining = True
+
+    def end_all(self, error: StepwireError, now_ns: int) -> tuple[Ending, ...]:
+        """Ends every live request with `error`."""
+        return tuple(self._end(sequence, None, error) for sequence in tuple(self._live.values()))
+
+    # --------------------------------------------------------------------------------------------------------- steps
+
+    def can_schedule(self, executor_id: int) -> bool:
+        """There is room in the pipeline and something to do. `schedule` may still answer None: then all of it waits for
+        results in flight. No side effects."""
+        executor = self._executors[executor_id]
+        return executor.up and len(executor.flights) < executor.depth and self._planner.can_plan(executor)
+
+    def schedule(self, executor_id: int, now_ns: int, trace_context: bytes = b"") -> StepRecord | None:
+        """The next plan, to be sent at once, in order. None: nothing to do now."""
+        if not self.can_schedule(executor_id):
+            return None
+        return self._planner.plan(self._executors[executor_id], now_ns, trace_context)
+
+    def update(self, executor_id: int, result: StepResult, now_ns: int) -> StepOutcome:
+        """Books the result of the oldest step in flight.
+
+        Raises ProtocolError, with nothing changed, when `result` is no answer to it; the caller then breaks the stream.
+        """
+        executor = self._executors[executor_id]
+        collected = collect(executor, result)
+        self._counters.generated_tokens += len(collected.tokens)
+        found = batches(executor, collected, result)
+        endings = []
+        for entry in np.flatnonzero(collected.reasons).tolist():
+            sequence = executor.rows.seqs[int(collected.rows[entry])]
+            assert sequence is not None
+            endings.append(self._end(sequence, FinishReason(int(collected.reasons[entry])), None))
+        for row_error in collected.row_errors:
+            sequence = executor.rows.seqs[row_error.row]
+            assert sequence is not None
+            if sequence.state != SequenceState.ENDED:
+                error = SequenceFailed(f"{row_error.code.name}: {row_error.text}")
+                endings.append(self._end(sequence, None, error))
+        self._requeue(executor.settle())
+        return StepOutcome(found, tuple(endings), collected.flight.record)
+
+    # --------------------------------------------------------------------------------------------------------- views
+
+    @property
+    def info(self) -> ExecutorInfo | None:
+        """Of the first executor that was ever connected, as it was last. None: none was."""
+        return next((e.info for e in self._executors if e.info is not None), None)
+
+    @property
+    def is_ready(self) -> bool:
+        """An executor is connected and the core does not drain."""
+        return not self._draining and any(e.up for e in self._executors)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def executors(self) -> tuple[ExecutorState, ...]:
+        """For reading."""
+        return tuple(self._executors)
+
+    def live_sequences(self) -> tuple[Sequence, ...]:
+        """For reading."""
+        return tuple(self._live.values())
+
+    @property
+    def num_live(self) -> int:
+        """Accepted requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(e.num_parked for e in self._executors) + len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return sum(e.num_running for e in self._executors)
+
+    def num_in_flight(self, executor_id: int) -> int:
+        return len(self._executors[executor_id].flights)
+
+    def limits(self) -> tuple[int, int]:
+        """(max_context, max_prompt_tokens), the KV cache's size taken into account; zeros before any executor."""
+        max_context = min((context_limit(e.info) for e in self._executors if e.info is not None), default=0)
+        return max_context, max(0, max_context - 1)
+
+    def stats(self) -> Stats:
+        """Round-trip times and clock offsets are the caller's to fill in, as are dropped spans."""
+        c = self._counters
+        return Stats(
+            requests_accepted=c.accepted,
+            requests_finished=c.finished,
+            requests_aborted=c.aborted,
+            requests_failed=c.failed,
+            requests_refused=c.refused,
+            preemptions=c.preemptions,
+            prompt_tokens=c.prompt_tokens,
+            cached_tokens=c.cached_tokens,
+            generated_tokens=c.generated_tokens,
+            waiting=self.num_waiting,
+            running=self.num_running,
+            executors=tuple(_executor_stats(e) for e in self._executors),
+        )
+
+    # ----------------------------------------------------------------------------------------------------- internals
+
+    def _next_admission(self) -> int:
+        self._admissions += 1
+        return self._admissions
+
+    def _requeue(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._queue.push(sequence)
+
+    def _end(self, sequence: Sequence, reason: FinishReason | None, error: StepwireError | None) -> Ending:
+        self._retire(sequence)
+        if reason is not None:
+            self._counters.finished += 1
+        else:
+            self._counters.failed += 1
+        return Ending(sequence.key, sequence.request.request_id, reason, error)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """The one way out, whatever ended the request: queue, row and ids are given up here."""
+        del self._live[sequence.key]
+        del self._keys[sequence.request.request_id]
+        if sequence.state == SequenceState.WAITING:
+            self._queue.remove(sequence)
+        else:
+            self._executors[sequence.executor_id].vacate(sequence.row, keep=False)
+        sequence.state = SequenceState.ENDED
+
+
+def _executor_stats(e: ExecutorState) -> ExecutorStats:
+    return ExecutorStats(
+        address=e.address,
+        connected=e.up,
+        epoch=e.epoch,
+        incarnation=e.incarnation,
+        num_blocks=e.pool.num_blocks,
+        free_blocks=e.pool.available,
+        limbo_blocks=e.pool.num_limbo(),
+        cached_blocks=len(e.pool.cache) if e.pool.cache else 0,
+        num_rows=len(e.rows),
+        free_rows=len(e.free_rows),
+        in_flight_steps=len(e.flights),
+        steps=e.steps,
+        epochs_ended=e.epochs_ended,
+    )

@@ -1,0 +1,113 @@
+"""One request as the core knows it: its tokens, its place, and what must survive an executor."""
+
+from enum import IntEnum
+
+import numpy as np
+
+from common.messages import U32, Sampling, u32
+from scheduler_svc.messages import Submit
+
+
+class SequenceState(IntEnum):
+    WAITING = 1  # in the queue
+    RUNNING = 2  # has a row
+    PARKED = 3  # preempted; the results of its last steps are still under way
+    ENDED = 4
+
+
+class Sequence:
+    """Owner: the scheduler. Known tokens are in `tokens()`; those of a running sequence since its last flush lie in the
+    row's `recent` column.
+
+    rank: see policy. cached: prompt tokens found in the prefix cache at first admission (-1: never admitted).
+    next_prompt_logprob: first prompt position whose logprobs were not delivered yet. hashes: chain of the full blocks
+    computed so far, for `hash_block_size`. The fields below `row` belong to the present admission.
+    """
+
+    __slots__ = (
+        "_length",
+        "_tokens",
+        "admitted_len",
+        "cached",
+        "executor_id",
+        "hash_block_size",
+        "hashes",
+        "next_prompt_logprob",
+        "order",
+        "plan_errors",
+        "planned",
+        "preemptions",
+        "prompt_len",
+        "rank",
+        "registered",
+        "request",
+        "row",
+        "sent",
+        "state",
+        "ticket",
+    )
+
+    def __init__(self, request: Submit, order: int, rank: int) -> None:
+        self.request = request
+        self.order = order
+        self.rank = rank
+        self.prompt_len = len(request.prompt)
+        self._tokens: U32 = request.prompt
+        self._length = self.prompt_len
+        self.state = SequenceState.WAITING
+        self.ticket = 0
+        self.preemptions = 0
+        self.plan_errors = 0
+        self.cached = -1
+        self.next_prompt_logprob = max(request.sampling.prompt_logprobs_from, 1)
+        self.hashes: list[bytes] = []
+        self.hash_block_size = 0
+        self.executor_id = -1
+        self.row = -1
+        self.admitted_len = 0  # tokens known when the row was taken
+        self.planned = 0  # positions whose computation is planned; only rises until admitted_len
+        self.sent = 0  # tokens the executor was given
+        self.registered = 0  # head blocks of the table that are in the prefix cache or were looked at for it
+
+    @property
+    def key(self) -> int:
+        return self.request.key
+
+    @property
+    def length(self) -> int:
+        """Known tokens, but for those in the row's `recent` column."""
+        return self._length
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.sampling.num_prompt_logprobs > 0 and self.next_prompt_logprob < self.prompt_len
+
+    def append(self, tokens: U32) -> None:
+        end = self._length + len(tokens)
+        if end > len(self._tokens) or not self._tokens.flags.writeable:
+            grown = np.empty(max(end + 64, self._length * 5 // 4), dtype=np.uint32)
+            grown[: self._length] = self._tokens[: self._length]
+            self._tokens = grown
+        self._tokens[self._length : end] = tokens
+        self._length = end
+
+    def tokens(self, start: int = 0, end: int | None = None) -> U32:
+        """A read-only copy of known tokens, safe to hand over."""
+        return u32(self._tokens[start : self._length if end is None else end].copy())
+
+    def view(self) -> U32:
+        """Known tokens without a copy: valid until the next append."""
+        return self._tokens[: self._length]
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        """What an Admit carries: `max_tokens` resolved, prompt logprobs only where they are still wanted."""
+        s = self.request.sampling
+        wanted = self.wants_prompt_logprobs
+        values = {name: getattr(s, name) for name in _SAMPLING_FIELDS}
+        values["max_tokens"] = max_tokens
+        values["num_prompt_logprobs"] = s.num_prompt_logprobs if wanted else 0
+        values["prompt_logprobs_from"] = self.next_prompt_logprob if wanted else 0
+        return Sampling(**values)
+
+
+_SAMPLING_FIELDS = tuple(Sampling.__dataclass_fields__)

@@ -1,0 +1,249 @@
+"""Drives the real scheduler against the toy executor, one event at a time, with time turned by hand."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.clock import ManualClock
+from common.errors import StepwireError
+from common.messages import ExecutorInfo, Hello, Sampling, StepResult, Welcome, u32
+from executor_svc.step_executor import PendingStep, PlanRefused
+from scheduler_svc.core import invariants
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.outcome import Ending, StepOutcome
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.messages import WORKER_SHIFT, Extras, FinishReason, Submit
+from scheduler_svc.observer import StepRecord
+from tests.fakes.toy_executor import ToyExecutor, crashed, toy_info
+from tests.fakes.toy_tokens import expected_tokens
+
+
+@dataclass
+class Client:
+    """What one request's caller has seen."""
+
+    submit: Submit
+    tokens: list[int] = field(default_factory=list)
+    extras: list[Extras] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: StepwireError | None = None
+    cached: int = 0
+    ends: int = 0
+    silent: bool = False  # cancelled or finished by the worker: nothing may come any more
+
+
+class Sim:
+    """One scheduler, one toy executor (replaced when it crashes), clients by key. Every call checks the invariants."""
+
+    def __init__(
+        self, config: CoreConfig | None = None, info: ExecutorInfo | None = None, *, eos_chance: float = 0.0
+    ) -> None:
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(config or CoreConfig())
+        self.toy = ToyExecutor(info or toy_info(), eos_chance=eos_chance)
+        self.executor_id = self.scheduler.add_executor("toy:0")
+        self.clients: dict[int, Client] = {}
+        self.pending: deque[tuple[StepRecord, PendingStep]] = deque()
+        self.records: list[StepRecord] = []
+        self.corrupt_reads = self.limbo_violations = 0
+        self._counter = 0
+        self.connect()
+
+    # ----------------------------------------------------------------------------------------------------- executor
+
+    @property
+    def now_ns(self) -> int:
+        return self.clock.monotonic_ns()
+
+    @property
+    def depth(self) -> int:
+        return self.scheduler.config.pipeline_depth
+
+    def connect(self) -> None:
+        start = self.scheduler.begin_epoch(self.executor_id)
+        hello = Hello(
+            scheduler_id=bytes(16),
+            epoch=start.epoch,
+            pipeline_depth=self.depth,
+            monotonic_ns=self.now_ns,
+            wall_ns=self.clock.wall_ns(),
+            keep_kv=start.keep_kv,
+            known_incarnation=start.known_incarnation,
+        )
+        kept = self.toy.begin_epoch(hello)
+        welcome = Welcome(self.toy.incarnation, self.toy.info, self.depth, kept, self.now_ns, self.clock.wall_ns())
+        self._end(self.scheduler.executor_up(self.executor_id, start.epoch, welcome, self.now_ns))
+        self.check()
+
+    def disconnect(self) -> None:
+        """The stream breaks; results in flight are lost."""
+        self.pending.clear()
+        self.scheduler.executor_down(self.executor_id, self.now_ns)
+        self.check()
+
+    def replace_executor(self, info: ExecutorInfo | None = None) -> None:
+        """The executor's process dies and another takes its place (without a connection yet)."""
+        self.corrupt_reads += self.toy.corrupt_reads
+        self.limbo_violations += self.toy.limbo_violations
+        self.toy = crashed(self.toy, info)
+
+    # ----------------------------------------------------------------------------------------------------- requests
+
+    def request(
+        self, prompt: Sequence[int], max_tokens: int = 8, *, worker: int = 0, request_id: str = "", **fields: object
+    ) -> Submit:
+        """A Submit; `fields` of Submit or, by their own names, of Sampling."""
+        self._counter += 1
+        own = {name: fields.pop(name) for name in tuple(fields) if name in Submit.__dataclass_fields__}
+        values: dict[str, object] = {"seed": self._counter, "max_tokens": max_tokens, "temperature": 0.8, **fields}
+        return Submit(
+            key=worker << WORKER_SHIFT | self._counter,
+            request_id=request_id or f"r{self._counter}",
+            prompt=u32(prompt),
+            sampling=Sampling(**values),  # type: ignore[arg-type]
+            arrival_ns=self.now_ns,
+            **own,  # type: ignore[arg-type]
+        )
+
+    def submit(self, prompt: Sequence[int], max_tokens: int = 8, **fields: object) -> int:
+        """Returns the key. Raises what Scheduler.submit raises."""
+        request = self.request(prompt, max_tokens, **fields)  # type: ignore[arg-type]
+        self.scheduler.submit(request, self.now_ns)
+        self.clients[request.key] = Client(request)
+        self.check()
+        return request.key
+
+    def cancel(self, key: int) -> bool:
+        found = self.scheduler.cancel(key, self.now_ns)
+        self.clients[key].silent = True
+        self.check()
+        return found
+
+    def finish(self, key: int, token_count: int) -> bool:
+        found = self.scheduler.finish(key, token_count, self.now_ns)
+        self.clients[key].silent = True
+        self.check()
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    def plan(self) -> StepRecord | None:
+        """Plans and sends one step, if there is one. A refused plan is an error of the core."""
+        record = self.scheduler.schedule(self.executor_id, self.now_ns)
+        self.check()
+        if record is not None:
+            self.records.append(record)
+            self.pending.append((record, self.toy.execute(record.plan, self.now_ns)))
+        return record
+
+    def deliver(self) -> StepOutcome | None:
+        """The result of the oldest step arrives. None: nothing was in flight, or the step failed (epoch over)."""
+        if not self.pending:
+            return None
+        _, step = self.pending.popleft()
+        try:
+            result = step.wait()
+        except PlanRefused as refused:
+            self.pending.clear()
+            self._end(self.scheduler.plan_failed(self.executor_id, refused.error, self.now_ns))
+            self.check()
+            return None
+        return self.update(result)
+
+    def update(self, result: StepResult) -> StepOutcome:
+        outcome = self.scheduler.update(self.executor_id, result, self.now_ns)
+        self._receive(outcome)
+        self.check()
+        return outcome
+
+    def fill(self) -> int:
+        """Plans until the pipeline is full or there is nothing to do."""
+        count = 0
+        while self.scheduler.can_schedule(self.executor_id) and self.plan() is not None:
+            count += 1
+        return count
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Until nothing is left to do. Returns the number of results."""
+        steps = 0
+        while self.fill() or self.pending:
+            if self.deliver() is None:
+                self.connect()
+            steps += 1
+            assert steps < max_steps, f"no end after {steps} steps: {self.scheduler.stats()}"
+        assert self.scheduler.num_live == 0, f"stuck: {self.scheduler.stats()}"
+        return steps
+
+    def _receive(self, outcome: StepOutcome) -> None:
+        finished = {e.key: e.reason for e in outcome.endings if e.reason is not None}
+        seen: set[int] = set()
+        for worker, batch in outcome.batches.items():
+            offset = 0
+            columns = zip(batch.keys, batch.counts, batch.reasons, batch.cached, strict=True)
+            for entry, (key, count, reason, cached) in enumerate(columns):
+                client = self.clients[int(key)]
+                assert int(key) >> WORKER_SHIFT == worker and int(key) not in seen
+                assert not client.silent and not client.ends, "something came after the end"
+                seen.add(int(key))
+                client.tokens += batch.tokens[offset : offset + int(count)].tolist()
+                client.cached = int(cached)
+                offset += int(count)
+                if entry in batch.extras:
+                    client.extras.append(batch.extras[entry])
+                assert finished.get(int(key), 0) == reason
+            assert offset == len(batch.tokens)
+        self._end(outcome.endings)
+
+    def _end(self, endings: Sequence[Ending]) -> None:
+        for ending in endings:
+            client = self.clients[ending.key]
+            client.ends += 1
+            client.reason, client.error = ending.reason, ending.error
+            assert client.ends == 1 and not client.silent, "a request ended twice"
+            assert client.submit.request_id == ending.request_id
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        invariants.check(self.scheduler)
+
+    def expected(self, key: int) -> list[int]:
+        request = self.clients[key].submit
+        limit = min(self.toy.info.max_context, self.toy.info.num_blocks * self.toy.info.block_size)
+        return expected_tokens(
+            request.prompt.tolist(),
+            request.sampling,
+            vocab_size=self.toy.info.vocab_size,
+            eos_ids=self.toy.info.eos_ids,
+            eos_chance=self.toy.eos_chance,
+            max_context=limit,
+        )
+
+    def assert_tokens(self) -> None:
+        """Finished requests have exactly the undisturbed tokens, all others a head of them."""
+        assert self.corrupt_reads + self.toy.corrupt_reads == 0, "a block held other tokens than its row"
+        assert self.limbo_violations + self.toy.limbo_violations == 0
+        for key, client in self.clients.items():
+            expected = self.expected(key)
+            if client.reason is not None:
+                assert client.tokens == expected, f"request {key}"
+                assert client.reason == self._reason(client, expected)
+            else:
+                assert client.tokens == expected[: len(client.tokens)], f"request {key}"
+
+    def _reason(self, client: Client, tokens: list[int]) -> FinishReason:
+        s, last = client.submit.sampling, tokens[-1]
+        if len(tokens) > s.min_tokens and last in self.toy.info.eos_ids and not s.ignore_eos:
+            return FinishReason.EOS
+        if len(tokens) > s.min_tokens and last in s.stop_ids:
+            return FinishReason.STOP_TOKEN
+        full = s.max_tokens and len(tokens) == s.max_tokens
+        return FinishReason.MAX_TOKENS if full else FinishReason.CONTEXT
+
+    def assert_all_free(self) -> None:
+        """Rows and blocks are back at their start values, on both sides."""
+        stats = self.scheduler.stats().executors[0]
+        assert stats.free_rows == stats.num_rows == self.toy.info.num_rows
+        assert stats.free_blocks == stats.num_blocks == self.toy.info.num_blocks
+        assert stats.limbo_blocks == 0 and stats.in_flight_steps == 0
+        assert self.toy.rows_in_use == 0
