@@ -36,7 +36,14 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/r
 
 # The project alone, in a layer of its own that is small and changes often.
 FROM deps AS code
-COPY . .
+COPY README.md LICENSE ./
+COPY client client
+COPY protos protos
+COPY bench bench
+COPY common common
+COPY scheduler_svc scheduler_svc
+COPY executor_svc executor_svc
+COPY deploy/*.py deploy/
 RUN pip install --no-deps --no-index --no-build-isolation --prefix /code ./client .
 
 FROM python:3.11-slim

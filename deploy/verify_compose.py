@@ -1,0 +1,289 @@
+"""Brings the compose stack up for real, checks what docker-compose.yml promises, and takes it down again.
+
+    sh deploy/verify-compose [--record FILE]
+
+Needs a Docker engine with compose. Where Jaeger's image can't be pulled, a stand-in takes its name (deploy/standin) and
+the report says so. A wheel of torch that pip is configured with locally is put into deploy/wheels/cpu for the time.
+"""
+
+import argparse
+import contextlib
+import json
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from deploy.compose_stack import ROOT, CommandFailed, Events, Stack, docker
+from stepwire_client import Client, Delta, Finished, FinishReason, StepwireError
+
+JAEGER: Final = "jaegertracing/jaeger:2.20.0"
+SERVICES: Final = ("executor", "scheduler", "jaeger")
+PROMPT: Final = "The history of the lighthouse begins"
+OVERRIDE: Final = "services: {executor: {environment: {STEPWIRE_NUMERICS: exact}}}\n"
+TOKENS: Final = 192
+
+
+class Report:
+    """Lines as they come, on the terminal and at the end in a file."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.failed = 0
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self.lines.append(line)
+
+    def check(self, holds: bool, what: str, detail: object = "") -> None:
+        self.failed += not holds
+        self.say(f"{'ok  ' if holds else 'FAIL'} {what}" + (f": {detail}" if detail != "" else ""))
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Polls until it holds; False when time is up."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def versions(report: Report) -> None:
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    report.say(f"commit {commit or 'unknown'}, {time.strftime('%Y-%m-%d')}, {platform.system()} {platform.machine()}")
+    report.say("engine " + docker("version", "--format", "{{.Server.Version}} (API {{.Server.APIVersion}})").strip())
+    report.say(docker("compose", "version").strip())
+    report.say("buildx " + docker("buildx", "version").strip())
+
+
+def provide_jaeger(report: Report) -> bool:
+    """Pulls Jaeger, or builds the stand-in under its name. Whether it is the real one."""
+    try:
+        docker("pull", "-q", JAEGER, timeout_s=600)
+    except (CommandFailed, subprocess.TimeoutExpired):
+        report.say(
+            f"{JAEGER} can't be pulled here. A stand-in has its name: an OTLP receiver (rotel) that prints spans."
+        )
+        report.say("     deploy/jaeger.yaml was not read by Jaeger, and Jaeger's own page was not seen.")
+        with tempfile.TemporaryDirectory() as context:
+            for file in ("Dockerfile", "standin.py"):
+                shutil.copy(ROOT / "deploy" / "standin" / file, context)
+            shutil.copy(ROOT / "constraints.txt", context)
+            docker("build", "-q", "--secret", "id=pip,src=deploy/pip.conf", "-t", JAEGER, context, timeout_s=900)
+        return False
+    report.say(f"{JAEGER} pulled")
+    return True
+
+
+@contextlib.contextmanager
+def local_torch(report: Report) -> Iterator[None]:
+    """Lends deploy/wheels/cpu a locally configured wheel of torch that fits the images' Python, if there is one."""
+    folder = ROOT / "deploy" / "wheels" / "cpu"
+    listed = subprocess.run(
+        [sys.executable, "-P", str(ROOT / "deploy" / "torch_wheels.py")], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    fitting = [Path(path) for path in listed if "-cp311-" in path]
+    if any(folder.glob("torch-*.whl")) or not fitting:
+        yield
+        return
+    lent = folder / fitting[0].name
+    shutil.copy(fitting[0], lent)
+    report.say(f"torch for the executor's image comes from a folder of wheels: {lent.name}")
+    try:
+        yield
+    finally:
+        lent.unlink()
+
+
+def check_order(report: Report, rows: list[tuple[float, str, str, str]]) -> None:
+    """From the engine's events: who started and became healthy when."""
+
+    def first(service: str, action: str) -> float:
+        return next((at for at, whose, what, _ in rows if whose == service and what == action), float("inf"))
+
+    begin = rows[0][0] if rows else 0.0
+    for at, service, action, code in rows:
+        if action in ("start", "die") or action.startswith("health_status"):
+            report.say(f"     {at - begin:6.1f} s  {service:<10} {action}{' with ' + code if code else ''}")
+    model_end = first("model", "die")
+    code = next((code for _, whose, what, code in rows if whose == "model" and what == "die"), "")
+    report.check(code == "0" and model_end < first("executor", "start"), "the executor starts after the model is there")
+    healthy = first("executor", "health_status: healthy")
+    report.check(healthy < first("scheduler", "start"), "the scheduler starts once the executor is healthy")
+    report.check(first("scheduler", "health_status: healthy") < float("inf"), "the scheduler becomes healthy")
+    report.check(first("jaeger", "health_status: healthy") < float("inf"), "jaeger becomes healthy (wget on 13133)")
+
+
+def check_confinement(report: Report, stack: Stack) -> None:
+    for service in SERVICES:
+        status = dict(re.findall(r"^(\w+):\s*(.*)$", stack.run_inside(service, "cat", "/proc/1/status"), re.MULTILINE))
+        report.check(status["Uid"].split() == ["10001"] * 4, f"{service} runs as uid 10001", status["Uid"].split()[0])
+        confined = int(status["CapEff"], 16) == 0 and status["NoNewPrivs"] == "1"
+        report.check(confined, f"{service} has no capabilities and gains no privileges")
+        report.check(not stack.writable(service, "/") and stack.writable(service, "/tmp"), f"{service}: root read-only")
+    for service in ("executor", "scheduler"):
+        report.check(stack.writable(service, "/home/stepwire"), f"{service}: HOME writable (tmpfs)")
+        report.check(not stack.writable(service, "/models"), f"{service}: the model's volume read-only")
+    try:
+        stack.run_inside("scheduler", "python", "-c", "import torch")
+    except CommandFailed:
+        report.check(True, "the scheduler's image has no torch")
+    else:
+        report.check(False, "the scheduler's image has no torch")
+    for service, ports in (("scheduler", ["50051/tcp"]), ("jaeger", ["16686/tcp"]), ("executor", [])):
+        published = {k: v for k, v in stack.inspect(service)["NetworkSettings"]["Ports"].items() if v}
+        loopback = all(binding["HostIp"] == "127.0.0.1" for v in published.values() for binding in v)
+        report.check(list(published) == ports and loopback, f"{service} publishes {ports or 'nothing'}, on loopback")
+
+
+def tokens_of(client: Client, at_token: int = 0, act: Callable[[], None] | None = None) -> tuple[list[int], Any, float]:
+    """One greedy request; `act` is called once `at_token` tokens have come. Tokens, last event, longest gap (s)."""
+    tokens: list[int] = []
+    last: Any = None
+    longest, before = 0.0, time.monotonic()
+    with client.generate(PROMPT, max_tokens=TOKENS, temperature=0.0, ignore_eos=True, deadline=300) as events:
+        for event in events:
+            now = time.monotonic()
+            longest, before, last = max(longest, now - before), now, event
+            if isinstance(event, Delta):
+                tokens += event.token_ids
+            if act is not None and len(tokens) >= at_token:
+                act()
+                act, before = None, time.monotonic()
+    return tokens, last, longest
+
+
+def check_serving(report: Report, stack: Stack, client: Client) -> None:
+    answer = client.chat([{"role": "user", "content": "Say hello."}], max_tokens=24, temperature=0.0, deadline=120)
+    report.check(bool(answer.text.strip()), "a chat is answered through the published port", repr(answer.text))
+
+    calm, _, _ = tokens_of(client)
+    restarts = stack.inspect("executor")["RestartCount"]
+    tokens, last, gap = tokens_of(client, TOKENS // 4, lambda: stack.kill_process("executor"))
+    whole = isinstance(last, Finished) and last.reason is FinishReason.MAX_TOKENS and len(tokens) == TOKENS
+    report.check(whole, f"executor killed after {TOKENS // 4} of {TOKENS} tokens: the request ends whole")
+    report.check(tokens == calm, "its tokens are those of an undisturbed run (numerics=exact)")
+    restarted = stack.inspect("executor")["RestartCount"] - restarts
+    report.check(restarted >= 1, "the executor was restarted by its policy", f"{restarted} time(s), pause {gap:.1f} s")
+
+    def healthy() -> bool:
+        return bool(stack.inspect("executor")["State"]["Health"]["Status"] == "healthy")
+
+    report.check(eventually(healthy, 120), "the executor is healthy again")
+
+
+def check_traces(report: Report, stack: Stack, real_jaeger: bool, client: Client) -> None:
+    if not real_jaeger:
+
+        def arrived() -> bool:
+            log = stack.compose("logs", "--no-color", "jaeger")
+            return "stepwire-scheduler" in log and "stepwire-executor" in log
+
+        report.check(eventually(arrived, 30), "spans of scheduler and executor arrive at the receiver")
+        names = re.findall(r"^\S+\s*\|\s+Name\s*:\s*(\S.*)$", stack.compose("logs", "jaeger"), re.MULTILINE)
+        kinds = sorted({re.sub(r"\d+", "N", name.strip()) for name in names})
+        report.say(f"     {len(names)} spans so far, of these names: {', '.join(kinds[:24])}")
+    stack.compose("stop", "-t", "2", "jaeger")
+    answer = client.complete(PROMPT, max_tokens=8, temperature=0.0, deadline=60)
+    report.check(answer.usage.completion_tokens == 8, "with jaeger stopped requests are answered as before")
+
+
+def check_drain(report: Report, stack: Stack, client: Client) -> None:
+    stopping: list[threading.Thread] = []
+
+    def stop() -> None:
+        stopping.append(threading.Thread(target=stack.compose, args=("stop", "scheduler")))
+        stopping[0].start()
+
+    try:
+        tokens, last, _ = tokens_of(client, 8, stop)
+        whole = isinstance(last, Finished) and len(tokens) == TOKENS
+        report.check(
+            whole, "scheduler stopped in the middle of a request: the request ends whole", f"{len(tokens)} tokens"
+        )
+    except StepwireError as error:
+        report.check(False, "scheduler stopped in the middle of a request: the request ends whole", error)
+    for thread in stopping:
+        thread.join()
+    stack.compose("stop", "executor")
+    for service in ("scheduler", "executor"):
+        code = stack.inspect(service)["State"]["ExitCode"]
+        report.check(code == 0, f"{service} ends by itself, within its grace period", f"exit code {code}")
+
+
+def check_gpu_file(report: Report) -> None:
+    files = ["-f", "docker-compose.yml", "-f", "deploy/compose.gpu.yml"]
+    executor = json.loads(docker("compose", *files, "config", "--format", "json"))["services"]["executor"]
+    devices = executor["deploy"]["resources"]["reservations"]["devices"]
+    holds = devices[0]["driver"] == "nvidia" and executor["environment"]["STEPWIRE_DEVICE"] == "cuda"
+    report.check(holds, "deploy/compose.gpu.yml is valid and adds a GPU (not run: no GPU here)", devices[0])
+
+
+def verify(report: Report) -> None:
+    versions(report)
+    real_jaeger = provide_jaeger(report)
+    check_gpu_file(report)
+    ports = {"API_PORT": str(free_port()), "JAEGER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory() as folder, local_torch(report):
+        override = Path(folder) / "override.yml"
+        override.write_text(OVERRIDE)
+        stack = Stack([ROOT / "docker-compose.yml", override], ports)
+        stack.compose("down", "-v", "--remove-orphans")
+        try:
+            events = Events(stack.project)
+            began = time.monotonic()
+            stack.compose("up", "--build", "-d", timeout_s=3000)
+            report.say(f"docker compose up --build -d: {time.monotonic() - began:.0f} s")
+            up = eventually(lambda: stack.inspect("scheduler")["State"]["Health"]["Status"] == "healthy", 120)
+            time.sleep(1)  # for the engine's events to come through
+            check_order(report, events.read())
+            sizes = docker("images", "--format", "{{.Repository}} {{.Size}}").splitlines()
+            report.say("     " + ", ".join(sorted({line for line in sizes if line.startswith("stepwire-")})))
+            check_confinement(report, stack)
+            if up:
+                with Client(f"127.0.0.1:{ports['API_PORT']}") as client:
+                    check_serving(report, stack, client)
+                    check_traces(report, stack, real_jaeger, client)
+                    check_drain(report, stack, client)
+        except (CommandFailed, StepwireError, KeyError) as error:
+            report.check(False, "the stack can be brought up and asked", error)
+        finally:
+            if report.failed:
+                for service in ("model", "executor", "scheduler"):
+                    with contextlib.suppress(CommandFailed):
+                        print(stack.compose("logs", "--no-color", "--tail", "40", service), file=sys.stderr)
+            stack.compose("down", "-v", "--remove-orphans")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="deploy/verify-compose")
+    parser.add_argument("--record", type=Path, help="also write the report to this file")
+    record: Path | None = parser.parse_args().record
+    report = Report()
+    verify(report)
+    report.say(f"{sum(line.startswith('ok') for line in report.lines)} passed, {report.failed} failed")
+    if record is not None:
+        record.write_text("\n".join(report.lines) + "\n")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
