@@ -14,7 +14,18 @@ import grpc
 from common.clock import Clock
 from common.errors import ExecutorLost, ProtocolError, StepwireError
 from common.grpc_options import PRIVATE_MAX_MESSAGE_BYTES, Option, channel_options
-from common.messages import Draining, Hello, Ping, PlanError, Pong, StepPlan, StepResult, ToExecutor, Welcome
+from common.messages import (
+    Draining,
+    FromExecutor,
+    Hello,
+    Ping,
+    PlanError,
+    Pong,
+    StepPlan,
+    StepResult,
+    ToExecutor,
+    Welcome,
+)
 from common.wire import decode_from_executor, decode_output_chunk, encode_to_executor
 from scheduler_svc.stream_parts import ClockEstimate, OutputJoiner
 from stepwire.executor.v1 import executor_pb2 as pb
@@ -35,7 +46,6 @@ class StreamOptions:
     ping_interval_s: float = 1.0
     max_missed_pongs: int = 5
     outputs_wait_s: float = 5.0
-    close_wait_s: float = 1.0
 
 
 async def open_stream(
@@ -50,10 +60,10 @@ async def open_stream(
     try:
         await asyncio.wait_for(stream.shake_hands(), options.welcome_wait_s)
     except TimeoutError:
-        await stream.close(graceful=False)
+        await stream.close()
         raise ExecutorLost(f"{address}: no Welcome within {options.welcome_wait_s} s") from None
     except BaseException:
-        await stream.close(graceful=False)
+        await stream.close()
         raise
     return stream
 
@@ -75,7 +85,7 @@ class ExecutorStream:
         self._stub: pb_grpc.ExecutorAsyncStub = pb_grpc.ExecutorStub(self._channel)
         self._call = self._stub.Run()
         self._welcome: Welcome | None = None
-        self._outbox: deque[pb.ToExecutor] = deque()
+        self._outbox: deque[pb.ToExecutor | None] = deque()  # None: half-close
         self._wake = asyncio.Event()
         self._silent_pings = 0
         self._dead = ""  # why we gave the stream up ourselves
@@ -108,8 +118,13 @@ class ExecutorStream:
         """Puts a plan on its way. A stream that is lost swallows it; `receive` tells."""
         self._post(plan)
 
-    async def receive(self) -> StepResult | PlanError | Draining:
-        """The next answer, with its bulk outputs joined.
+    def half_close(self) -> None:
+        """Sends no more plans after those sent. The executor answers what it has, gives the lease back and closes."""
+        self._outbox.append(None)
+        self._wake.set()
+
+    async def receive(self) -> StepResult | PlanError | Draining | None:
+        """The next answer, with its bulk outputs joined; None when the executor closed the stream properly.
 
         Raises ExecutorLost when the stream is over, ProtocolError when the executor broke the protocol.
         """
@@ -117,7 +132,7 @@ class ExecutorStream:
             match message := await self._read():
                 case StepResult():
                     return await self._with_outputs(message) if message.output_bytes else message
-                case PlanError() | Draining():
+                case PlanError() | Draining() | None:
                     return message
                 case Pong():
                     now_ns = self._clock.monotonic_ns()
@@ -125,23 +140,18 @@ class ExecutorStream:
                 case Welcome():
                     raise ProtocolError(f"{self._address}: a second Welcome")
 
-    async def close(self, *, graceful: bool) -> None:
-        """Ends the stream. `graceful`: says so, which gives the lease back, and waits (bounded) for the goodbye."""
+    async def close(self) -> None:
+        """Ends the stream at once, whatever its state."""
         self._dead = self._dead or "closed here"
         for task in self._tasks:
             task.cancel()
-        if graceful:
-            try:
-                await asyncio.wait_for(self._say_goodbye(), self._options.close_wait_s)
-            except (TimeoutError, StepwireError, grpc.aio.AioRpcError):
-                log.debug("%s: no goodbye", self._address)
         self._call.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    async def _read(self) -> Welcome | StepResult | PlanError | Pong | Draining:
+    async def _read(self) -> FromExecutor | None:
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -151,7 +161,7 @@ class ExecutorStream:
                 raise ExecutorLost(f"{self._address}: {self._dead}") from None
             raise
         if not isinstance(message, pb.FromExecutor):
-            raise ExecutorLost(f"{self._address}: the executor closed the stream")
+            return None
         self._silent_pings = 0
         return decode_from_executor(message)
 
@@ -171,11 +181,6 @@ class ExecutorStream:
             self._joiner.add(decode_output_chunk(chunk))
             self._chunk_came.set()
 
-    async def _say_goodbye(self) -> None:
-        await self._call.done_writing()
-        while isinstance(await self._call.read(), pb.FromExecutor):
-            continue
-
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _post(self, message: ToExecutor) -> None:
@@ -185,7 +190,10 @@ class ExecutorStream:
     async def _write_loop(self) -> None:
         while True:
             while self._outbox:
-                await self._call.write(self._outbox.popleft())
+                if (message := self._outbox.popleft()) is None:
+                    await self._call.done_writing()
+                    return
+                await self._call.write(message)
             self._wake.clear()
             await self._wake.wait()
 
