@@ -11,8 +11,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from common.clock import Clock, SystemClock
 from common.messages import StepPlan, StepResult
 from common.telemetry.context import TraceContext, unpack
+from common.telemetry.endpoint import EXECUTOR_SERVICE
 from common.telemetry.executor_parts import MAX_PARTS, executor_parts
-from common.telemetry.provider import EXECUTOR_SERVICE, Telemetry, start_telemetry
+from common.telemetry.provider import Telemetry, start_telemetry
 from common.telemetry.spans import SpanFactory, Value
 
 

@@ -3,6 +3,7 @@
 Loads OpenTelemetry's SDK, exporter and instrumentation only when tracing is configured.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.clock import Clock, SystemClock
+from common.telemetry.endpoint import EXECUTOR_SERVICE, SCHEDULER_SERVICE, otlp_endpoint
 from scheduler_svc.api.request_tracer import NoRequestTracer, RequestTracer
 from scheduler_svc.observer import NoObserver, StepObserver
 
@@ -64,7 +66,9 @@ class Tracing:
 
 def build_tracing(options: TracingOptions, clock: Clock | None = None) -> Tracing:
     """Tracing as configured; switched off, and without a thread, when no endpoint is."""
-    from common.telemetry.provider import SCHEDULER_SERVICE, start_telemetry
+    if not otlp_endpoint(options.endpoint, os.environ):
+        return Tracing()
+    from common.telemetry.provider import start_telemetry
 
     telemetry = start_telemetry(SCHEDULER_SERVICE, options.instance_id, options.endpoint)
     return Tracing() if telemetry is None else tracing_into(telemetry, options, clock or SystemClock())
@@ -72,7 +76,7 @@ def build_tracing(options: TracingOptions, clock: Clock | None = None) -> Tracin
 
 def tracing_into(telemetry: "Telemetry", options: TracingOptions, clock: Clock) -> Tracing:
     """Tracing that ends in `telemetry`, which the result owns."""
-    from common.telemetry.provider import EXECUTOR_SERVICE, service_resource
+    from common.telemetry.provider import service_resource
     from common.telemetry.spans import SpanFactory
     from scheduler_svc.api.request_tracer import SpanRequestTracer
     from scheduler_svc.trace_calls import CallSampler, server_interceptor

@@ -3,19 +3,15 @@
 import logging
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 
+from common.telemetry.endpoint import otlp_endpoint
 from common.telemetry.pipeline import SHUTDOWN_TIMEOUT_S, SpanPipeline
 from common.telemetry.spans import SpanFactory, package_version
-
-SCHEDULER_SERVICE: Final = "stepwire-scheduler"
-EXECUTOR_SERVICE: Final = "stepwire-executor"
 
 _log = logging.getLogger(__name__)
 
@@ -31,28 +27,6 @@ class Telemetry:
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """Flushes, for `timeout_s` at most. Idempotent. Blocks: an event loop calls it last, or in a thread."""
         self.pipeline.shutdown(timeout_s)
-
-
-def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
-    """Where to export to; empty: nowhere. `configured` wins over the standard variables.
-
-    An address without a scheme means plain text, as everywhere in Stepwire.
-    """
-    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return ""
-    if environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none" and not configured:
-        return ""
-    endpoint = (
-        configured
-        or environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()
-        or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip()
-    )
-    if not endpoint:
-        return ""
-    protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
-    if protocol != "grpc":
-        _log.warning("OTEL_EXPORTER_OTLP_PROTOCOL is %s, but spans are exported over grpc only", protocol)
-    return endpoint if "://" in endpoint else f"http://{endpoint}"
 
 
 def service_resource(service_name: str, instance_id: str) -> Resource:

@@ -14,7 +14,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from common.clock import SystemClock
 from common.telemetry.context import TraceContext, new_trace, unpack
-from common.telemetry.provider import SCHEDULER_SERVICE, telemetry
+from common.telemetry.endpoint import SCHEDULER_SERVICE
+from common.telemetry.provider import telemetry
 from scheduler_svc.api.server import ApiOptions, build_server
 from scheduler_svc.api.worker import ApiWorker
 from scheduler_svc.messages import Submit

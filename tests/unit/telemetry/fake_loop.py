@@ -10,7 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from common.clock import ManualClock
 from common.messages import Sampling, StepMode, StepPlan, StepResult, Timings, u32
 from common.telemetry.context import TraceContext, new_trace
-from common.telemetry.provider import SCHEDULER_SERVICE, telemetry
+from common.telemetry.endpoint import SCHEDULER_SERVICE
+from common.telemetry.provider import telemetry
 from executor_svc.tracing import ExecutorTracing
 from scheduler_svc.messages import FinishReason, Submit
 from scheduler_svc.observer import StepRecord

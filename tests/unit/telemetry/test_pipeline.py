@@ -10,8 +10,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.telemetry.context import new_trace
+from common.telemetry.endpoint import otlp_endpoint
 from common.telemetry.pipeline import BATCH_SPANS, SpanPipeline
-from common.telemetry.provider import otlp_endpoint, start_telemetry
+from common.telemetry.provider import start_telemetry
 from common.telemetry.spans import SpanFactory
 
 SPANS = SpanFactory(Resource({"service.name": "test"}))
