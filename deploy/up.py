@@ -14,15 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from common.config import (
-    EXECUTOR_NAMES,
-    SCHEDULER_NAMES,
-    Loaded,
-    ServiceConfig,
-    closest,
-    flag_of,
-    load_config,
-)
+from common.config import Loaded, ServiceConfig, load_config
+from common.config_sources import EXECUTOR_NAMES, SCHEDULER_NAMES, closest, flag_of
 from common.errors import ConfigError
 from common.model_files.catalog import pull
 from deploy.progress import ProgressLine
@@ -34,7 +27,7 @@ from stepwire_client import AsyncClient, Delta, Finished, Health, Retry, Stepwir
 
 FIRST_PROMPT: Final = "What is the capital of France?"
 # Names that both services have and that can not mean both at once: alone they are the public service's.
-SCHEDULER_FIRST: Final = frozenset({"listen", "address_file", "metrics_listen"})
+SCHEDULER_FIRST: Final = frozenset({"listen", "address_file"})
 PROBE_S: Final = 2.0
 KILL_MARGIN_S: Final = 5.0
 

@@ -19,14 +19,16 @@ class SchedulerConfig(ServiceConfig):
     executors: Annotated[tuple[str, ...], BeforeValidator(split_list)] = Field(
         ("127.0.0.1:50052",), min_length=1, description="addresses of executors, separated by commas"
     )
-    pipeline_depth: int = Field(2, ge=1, le=8, description="step plans in flight to one executor")
-    max_num_seqs: int = Field(64, ge=1, description="sequences in one step, at most")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step, at most")
+    pipeline_depth: int = Field(2, ge=1, le=4, description="step plans in flight to one executor")
+    max_num_seqs: int = Field(0, ge=0, description="sequences in one step, at most; 0: what the executor can")
+    max_num_batched_tokens: int = Field(0, ge=0, description="tokens in one step, at most; 0: what the executor can")
     max_prefill_chunk: int = Field(512, ge=0, description="prompt tokens of one sequence in one step; 0: no limit")
     enable_prefix_cache: bool = Field(True, description="reuse the KV blocks of equal prefixes")
     policy: Literal["fcfs", "priority"] = Field("fcfs", description="which waiting request goes first")
     max_queued_requests: int = Field(1024, ge=1, description="waiting requests; more are refused")
-    max_queued_tokens: int = Field(4_000_000, ge=1, description="prompt tokens of all waiting requests; more refused")
+    max_queued_tokens: int = Field(
+        0, ge=0, description="prompt tokens of all waiting requests; more are refused; 0: no limit"
+    )
     slow_reader_s: float = Field(30.0, gt=0, description="seconds a client may leave its stream unread")
     drain_s: float = Field(30.0, ge=0, description="seconds running requests get to finish when stopping")
     tls_cert: Path | None = Field(None, description="PEM certificate chain of the public API")
@@ -37,7 +39,9 @@ class SchedulerConfig(ServiceConfig):
     api_workers: int = Field(0, ge=0, description="0: the API runs in the core's process")
     trace_window_interval_s: float = Field(5.0, gt=0, description="seconds between two traced windows of steps")
     trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="share of requests traced that carry no decision")
-    slow_step_ms: float = Field(0.0, ge=0, description="trace windows around steps slower than this; 0: never")
+    slow_step_ms: float = Field(
+        0.0, ge=0, description="steps longer than this get a trace; 0: those five times as long as usual"
+    )
 
     @field_validator("executors")
     @classmethod
