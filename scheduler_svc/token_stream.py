@@ -165,17 +165,19 @@ class TokenStream:
         taken = len(tokens)
         cursor = self._wants.cursor
         stopped = False
+        text = ""
         if cursor is not None and cursor.matches:
             before = cursor.num_tokens
-            self._buffer.text += cursor.push(texted)
+            text = cursor.push(texted)
             if cursor.matched is None and reason is not None:
-                self._buffer.text += cursor.finish()
+                text += cursor.finish()
             if cursor.matched is not None:
                 stopped = True
                 taken = cursor.num_tokens - before
-        elif cursor is not None:
-            self._undecoded += texted
         self._append_columns(tokens[:taken], extras)
+        self._buffer.text += text
+        if cursor is not None and not cursor.matches:
+            self._undecoded += texted
         if stopped:
             self._complete(FinishReason.STOP_STRING, None)
             return Action.FINISH if reason is None else Action.NONE
@@ -184,21 +186,24 @@ class TokenStream:
         return Action.NONE
 
     def _append_columns(self, tokens: list[int], extras: Extras | None) -> None:
-        first = len(self._wants.prompt) + self.num_tokens
-        self.num_tokens += len(tokens)
-        self._buffer.token_ids += tokens
+        """All columns or, when the executor left one out, none: a later token's must not move to an earlier one."""
+        logprobs: tuple[TopTokens, ...] = ()
+        logits: list[tuple[int, bytes]] = []
         if self._wants.num_logprobs and tokens:
-            logprobs = extras.logprobs if extras is not None else ()
+            logprobs = extras.logprobs[: len(tokens)] if extras is not None else ()
             if len(logprobs) < len(tokens):
                 raise SequenceFailed(f"the executor sent {len(logprobs)} logprobs for {len(tokens)} tokens")
-            self._buffer.logprobs += logprobs[: len(tokens)]
         if self._wants.raw_logits and tokens:
             outputs = extras.outputs if extras is not None else ()
-            logits = {output.position: output.data for output in outputs if output.kind is OutputKind.RAW_LOGITS}
-            for position in range(first, first + len(tokens)):
-                if position not in logits:
-                    raise SequenceFailed(f"the executor sent no logits for position {position}")
-                self._buffer.raw_logits.append((position, logits[position]))
+            found = {output.position: output.data for output in outputs if output.kind is OutputKind.RAW_LOGITS}
+            first = len(self._wants.prompt) + self.num_tokens
+            logits = [(position, found.get(position, b"")) for position in range(first, first + len(tokens))]
+            if missing := [position for position, data in logits if not data]:
+                raise SequenceFailed(f"the executor sent no logits for position {missing[0]}")
+        self.num_tokens += len(tokens)
+        self._buffer.token_ids += tokens
+        self._buffer.logprobs += logprobs
+        self._buffer.raw_logits += logits
         if extras is not None and self._wants.num_prompt_logprobs:
             for output in extras.outputs:
                 if output.kind is OutputKind.PROMPT_LOGPROBS:

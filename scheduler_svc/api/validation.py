@@ -249,7 +249,7 @@ def _stop_strings(strings: Iterable[str], detokenize: bool, limits: Limits) -> t
     if not limits.has_tokenizer:
         raise NotSupported("this server has no tokenizer: stop strings can not be found", field=field)
     if not detokenize:
-        raise InvalidInput("stop strings need output.detokenize", field=field)
+        raise InvalidInput("stop.stop_strings need output.detokenize", field=field)
     if len(unique) > MAX_STOP_STRINGS:
         raise InvalidInput(f"{field} has {len(unique)} strings", field=field, limit=str(MAX_STOP_STRINGS))
     for index, string in enumerate(unique):

@@ -85,7 +85,7 @@ class ByteTokenizer:
     ) -> str:
         return "".join(f"{m.role}:{m.content}\n" for m in messages) + ("assistant:" if add_generation_prompt else "")
 
-    def decoder(self) -> ByteDecoder:
+    def decoder(self, prompt_ids: Sequence[int] = ()) -> ByteDecoder:
         return ByteDecoder()
 
 
