@@ -15,6 +15,7 @@ import uvloop
 from common.messages import StepPlan
 from executor_svc.app import ServeOptions, serve
 from executor_svc.session import SessionLimits
+from executor_svc.tracing import build_sink
 from tests.fakes.toy_executor import ToyExecutor, toy_info
 
 
@@ -57,7 +58,13 @@ def main() -> None:
 
     limits = SessionLimits(lease_ns=int(args.lease_ms * 1e6))
     options = ServeOptions(args.listen, drain_s=args.drain_s, address_file=args.address_file, limits=limits)
-    sys.exit(uvloop.run(serve(options, build)))
+    sink = build_sink()
+    try:
+        status = uvloop.run(serve(options, build, sink))
+    finally:
+        if sink is not None:
+            sink.shutdown()
+    sys.exit(status)
 
 
 if __name__ == "__main__":
