@@ -79,12 +79,15 @@ class ServiceConfig(BaseModel):
     )
     service: ClassVar[str]
 
-    model: str = Field("", description="directory, GGUF file or hub id; empty: the built-in default model")
+    model: str = Field(default="", description="directory, GGUF file or hub id; empty: the built-in default model")
     listen: Listen
-    address_file: Path | None = Field(None, description="the bound address is written here once the server listens")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    address_file: Path | None = Field(
+        default=None, description="the bound address is written here once the server listens"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
     otlp_endpoint: str = Field(
-        "", description="where traces go (OTLP/gRPC); empty: OTEL_EXPORTER_OTLP_ENDPOINT, else nothing is exported"
+        default="",
+        description="where traces go (OTLP/gRPC); empty: OTEL_EXPORTER_OTLP_ENDPOINT, else nothing is exported",
     )
 
 

@@ -64,6 +64,10 @@ class RestartPolicy:
     stable_s: float = 60.0
     attempts: int = 3
 
+    def pause(self, failures: int) -> float:
+        """Seconds before the start that follows `failures` failures in a row."""
+        return min(self.max_s, self.first_s * 2 ** min(failures - 1, 16))
+
 
 class Supervisor:
     """Owner of both children; everything on one event loop, on the main thread.
@@ -163,7 +167,7 @@ class Supervisor:
             failures = 1 if was_ready and loop.time() - started >= self._policy.stable_s else failures + 1
             if not was_ready and failures >= self._policy.attempts:
                 raise SupervisorError(f"the executor died {failures} times before it was ready", EXIT_FAILED)
-            pause = min(self._policy.max_s, self._policy.first_s * 2 ** min(failures - 1, 16))
+            pause = self._policy.pause(failures)
             self._note(f"the executor ended ({describe_status(status)}); starting it again in {pause:.1f} s")
             await asyncio.sleep(pause)
             self.restarts += 1

@@ -12,21 +12,30 @@ class ExecutorConfig(ServiceConfig):
 
     service: ClassVar[str] = "executor"
 
-    listen: Listen = Field("127.0.0.1:50052", description="where the scheduler connects: host:port or unix:path")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    listen: Listen = Field(
+        default="127.0.0.1:50052", description="where the scheduler connects: host:port or unix:path"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of weights and KV cache; auto: float32 on the CPU and in exact mode, else the model's"
+        default="auto",
+        description="of weights and KV cache; auto: float32 on the CPU and in exact mode, else the model's",
     )
     numerics: Literal["exact", "fast"] = Field(
-        "fast", description="exact: tokens do not depend on batch, chunks, cache or restarts"
+        default="fast", description="exact: tokens do not depend on batch, chunks, cache or restarts"
     )
-    block_size: int = Field(16, ge=1, le=256, description="tokens in one KV block")
-    num_blocks: int = Field(0, ge=0, description="KV blocks; 0: measured, or from kv_cache_memory")
-    kv_cache_memory: Size = Field(0, ge=0, description="memory for KV blocks (2GiB); 0: measured")
-    max_num_seqs: int = Field(64, ge=1, description="sequences in one step, at most")
-    max_tokens_per_step: int = Field(2048, ge=1, description="tokens in one step, at most")
-    max_context: int = Field(0, ge=0, description="prompt and completion together, tokens; 0: the model's own")
-    attention_backend: str = Field("auto", description="which paged attention runs; auto: the best for the device")
-    threads: int = Field(0, ge=0, description="compute threads on the CPU; 0: what host, cgroup and affinity give")
-    lease_s: float = Field(5.0, gt=0, description="seconds without a ping after which a scheduler loses its lease")
-    drain_s: float = Field(10.0, ge=0, description="seconds steps in flight get to finish when stopping")
+    block_size: int = Field(default=16, ge=1, le=256, description="tokens in one KV block")
+    num_blocks: int = Field(default=0, ge=0, description="KV blocks; 0: measured, or from kv_cache_memory")
+    kv_cache_memory: Size = Field(default=0, ge=0, description="memory for KV blocks (2GiB); 0: measured")
+    max_num_seqs: int = Field(default=64, ge=1, description="sequences in one step, at most")
+    max_tokens_per_step: int = Field(default=2048, ge=1, description="tokens in one step, at most")
+    max_context: int = Field(default=0, ge=0, description="prompt and completion together, tokens; 0: the model's own")
+    attention_backend: str = Field(
+        default="auto", description="which paged attention runs; auto: the best for the device"
+    )
+    threads: int = Field(
+        default=0, ge=0, description="compute threads on the CPU; 0: what host, cgroup and affinity give"
+    )
+    lease_s: float = Field(
+        default=5.0, gt=0, description="seconds without a ping after which a scheduler loses its lease"
+    )
+    drain_s: float = Field(default=10.0, ge=0, description="seconds steps in flight get to finish when stopping")

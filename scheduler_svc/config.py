@@ -14,33 +14,47 @@ class SchedulerConfig(ServiceConfig):
 
     service: ClassVar[str] = "scheduler"
 
-    listen: Listen = Field("127.0.0.1:50051", description="where the public API listens: host:port or unix:path")
-    served_model_name: str = Field("", description="the name clients call the model; empty: taken from the model")
+    listen: Listen = Field(
+        default="127.0.0.1:50051", description="where the public API listens: host:port or unix:path"
+    )
+    served_model_name: str = Field(
+        default="", description="the name clients call the model; empty: taken from the model"
+    )
     executors: Annotated[tuple[str, ...], BeforeValidator(split_list)] = Field(
-        ("127.0.0.1:50052",), min_length=1, description="addresses of executors, separated by commas"
+        default=("127.0.0.1:50052",), min_length=1, description="addresses of executors, separated by commas"
     )
-    pipeline_depth: int = Field(2, ge=1, le=4, description="step plans in flight to one executor")
-    max_num_seqs: int = Field(0, ge=0, description="sequences in one step, at most; 0: what the executor can")
-    max_num_batched_tokens: int = Field(0, ge=0, description="tokens in one step, at most; 0: what the executor can")
-    max_prefill_chunk: int = Field(512, ge=0, description="prompt tokens of one sequence in one step; 0: no limit")
-    enable_prefix_cache: bool = Field(True, description="reuse the KV blocks of equal prefixes")
-    policy: Literal["fcfs", "priority"] = Field("fcfs", description="which waiting request goes first")
-    max_queued_requests: int = Field(1024, ge=1, description="waiting requests; more are refused")
+    pipeline_depth: int = Field(default=2, ge=1, le=4, description="step plans in flight to one executor")
+    max_num_seqs: int = Field(default=0, ge=0, description="sequences in one step, at most; 0: what the executor can")
+    max_num_batched_tokens: int = Field(
+        default=0, ge=0, description="tokens in one step, at most; 0: what the executor can"
+    )
+    max_prefill_chunk: int = Field(
+        default=512, ge=0, description="prompt tokens of one sequence in one step; 0: no limit"
+    )
+    enable_prefix_cache: bool = Field(default=True, description="reuse the KV blocks of equal prefixes")
+    policy: Literal["fcfs", "priority"] = Field(default="fcfs", description="which waiting request goes first")
+    max_queued_requests: int = Field(default=1024, ge=1, description="waiting requests; more are refused")
     max_queued_tokens: int = Field(
-        0, ge=0, description="prompt tokens of all waiting requests; more are refused; 0: no limit"
+        default=0, ge=0, description="prompt tokens of all waiting requests; more are refused; 0: no limit"
     )
-    slow_reader_s: float = Field(30.0, gt=0, description="seconds a client may leave its stream unread")
-    drain_s: float = Field(30.0, ge=0, description="seconds running requests get to finish when stopping")
-    tls_cert: Path | None = Field(None, description="PEM certificate chain of the public API")
-    tls_key: Path | None = Field(None, description="PEM key of that certificate")
-    tls_client_ca: Path | None = Field(None, description="PEM authorities whose client certificates are required")
-    auth_tokens_file: Path | None = Field(None, description="accepted bearer tokens, one per line")
-    max_message_bytes: Size = Field(PUBLIC_MAX_MESSAGE_BYTES, ge=65536, description="largest public message, bytes")
-    api_workers: int = Field(0, ge=0, description="0: the API runs in the core's process")
-    trace_window_interval_s: float = Field(5.0, gt=0, description="seconds between two traced windows of steps")
-    trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="share of requests traced that carry no decision")
+    slow_reader_s: float = Field(default=30.0, gt=0, description="seconds a client may leave its stream unread")
+    drain_s: float = Field(default=30.0, ge=0, description="seconds running requests get to finish when stopping")
+    tls_cert: Path | None = Field(default=None, description="PEM certificate chain of the public API")
+    tls_key: Path | None = Field(default=None, description="PEM key of that certificate")
+    tls_client_ca: Path | None = Field(
+        default=None, description="PEM authorities whose client certificates are required"
+    )
+    auth_tokens_file: Path | None = Field(default=None, description="accepted bearer tokens, one per line")
+    max_message_bytes: Size = Field(
+        default=PUBLIC_MAX_MESSAGE_BYTES, ge=65536, description="largest public message, bytes"
+    )
+    api_workers: int = Field(default=0, ge=0, description="0: the API runs in the core's process")
+    trace_window_interval_s: float = Field(default=5.0, gt=0, description="seconds between two traced windows of steps")
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="share of requests traced that carry no decision"
+    )
     slow_step_ms: float = Field(
-        0.0, ge=0, description="steps longer than this get a trace; 0: those five times as long as usual"
+        default=0.0, ge=0, description="steps longer than this get a trace; 0: those five times as long as usual"
     )
 
     @field_validator("executors")

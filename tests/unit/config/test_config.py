@@ -180,7 +180,7 @@ def test_no_sizes(text: str) -> None:
 class Secretive(ServiceConfig):
     service: ClassVar[str] = "scheduler"
     listen: str = "127.0.0.1:0"
-    password: SecretStr = Field(SecretStr(""), description="a secret")
+    password: SecretStr = Field(default=SecretStr(""), description="a secret")
 
 
 def test_the_listing_shows_sources_and_no_secrets() -> None:

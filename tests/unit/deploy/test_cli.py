@@ -1,0 +1,188 @@
+"""The command line against the scripted server: outputs, statuses, one-line errors."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from deploy import calls, model_commands
+from deploy.cli import run
+from deploy.progress import ProgressLine
+from deploy.terminal import printable
+from stepwire_client import Message, Unavailable
+from stepwire_client._gen.stepwire.v1 import inference_pb2 as pb
+from tests.unit.client.fake_server import FakeInference, fail, serving
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[FakeInference, str]]:
+    with serving() as (server, address):
+        yield server, address
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_generate_streams_text(served: tuple[FakeInference, str], capsys: Capture) -> None:
+    server, address = served
+    assert run(["generate", "Hi", "--address", address, "--max-tokens", "4", "--stop", "a", "--stop", "b"]) == 0
+    assert capsys.readouterr().out == "Hello world\n"
+    sent = server.requests[0]
+    assert sent.text == "Hi" and sent.stop.max_tokens == 4 and list(sent.stop.stop_strings) == ["a", "b"]
+    assert not sent.sampling.HasField("temperature")
+
+
+def test_generate_json_is_one_object(served: tuple[FakeInference, str], capsys: Capture) -> None:
+    _, address = served
+    assert run(["generate", "Hi", "--address", address, "--json", "--seed", "9"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == "Hello world" and answer["finish_reason"] == "eos" and answer["seed"] == 9
+    assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 2}
+
+
+def test_generate_reads_standard_input(served: tuple[FakeInference, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    server, address = served
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    monkeypatch.setenv("STEPWIRE_ADDRESS", address)
+    assert run(["generate", "-"]) == 0
+    assert server.requests[0].text == "from a pipe"
+
+
+def test_chat_one_message(served: tuple[FakeInference, str], capsys: Capture) -> None:
+    server, address = served
+    assert run(["chat", "Hi", "--system", "be kind", "--address", address, "--token", "t"]) == 0
+    assert capsys.readouterr().out == "Hello world\n"
+    assert [(m.role, m.content) for m in server.requests[0].chat.messages] == [("system", "be kind"), ("user", "Hi")]
+    assert server.metadata[0]["authorization"] == "Bearer t"
+
+
+def test_chat_keeps_its_history(
+    served: tuple[FakeInference, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, address = served
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nfour\n"))
+    assert run(["chat", "--json", "--address", address]) == 0
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == ["Hello world"] * 3
+    turns = [[m.content for m in request.chat.messages] for request in server.requests]
+    assert turns == [["one"], ["one", "Hello world", "two"], ["three"]]
+
+
+def test_a_conversation_survives_a_cut_or_failed_turn(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    lines: list[Any] = ["a", KeyboardInterrupt(), "b", "c", "d", EOFError()]
+    seen: list[list[str]] = []
+
+    def read(prompt: str) -> str:
+        line = lines.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    def answer(history: list[Message]) -> str:
+        seen.append([m.content for m in history])
+        if history[-1].content == "b":
+            raise KeyboardInterrupt
+        if history[-1].content == "c":
+            raise Unavailable("draining")
+        return "yes"
+
+    monkeypatch.setattr("builtins.input", read)
+    calls.converse([], answer, interactive=True)
+    assert seen == [["a"], ["a", "yes", "b"], ["a", "yes", "c"], ["a", "yes", "d"]]
+    assert "draining" in capsys.readouterr().err
+
+
+def test_info(served: tuple[FakeInference, str], capsys: Capture) -> None:
+    _, address = served
+    assert run(["info", "--address", address, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["model"]["model"] == "toy" and shown["health"]["ready"] == "not_serving"
+    assert shown["stats"]["executors"][0]["address"] == "e:1"
+    assert run(["info", "--address", address]) == 0
+    assert "requests_accepted" in capsys.readouterr().out
+
+
+def test_errors_are_one_line(served: tuple[FakeInference, str], capsys: Capture) -> None:
+    server, address = served
+
+    def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        fail(context, grpc.StatusCode.INVALID_ARGUMENT, "sampling.top_p: must be in (0, 1]")
+        yield from ()
+
+    server.script = refuse
+    assert run(["generate", "Hi", "--address", address]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err == "stepwire: sampling.top_p: must be in (0, 1] (INVALID_ARGUMENT)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["generate", "x", "--address", "unix:/nonexistent/socket", "--deadline", "5"], 1, "no server answers"),
+        (["generate"], 2, "Missing argument"),
+        (["generate", "x", "--frob"], 2, "No such option"),
+        (["frob"], 2, "No such command"),
+        (["up", "--block-sise", "8"], 2, "did you mean --block-size?"),
+        (["up", "--block-size", "0"], 2, "block_size '0' (flag --block-size)"),
+        (["up", "--model", "/nonexistent/model"], 2, "/nonexistent/model"),
+        (["models", "pull", "/nonexistent/model"], 2, "/nonexistent/model"),
+        (["models", "path", "/nonexistent/model"], 2, "not on this machine"),
+        (["info", "--tls-ca", "/nonexistent/ca.pem"], 1, "/nonexistent/ca.pem: No such file"),
+        (["info", "--tls-cert", "/nonexistent/c.pem"], 2, "belong together"),
+    ],
+)
+def test_what_goes_wrong_is_told_in_one_line(
+    arguments: list[str], status: int, said: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("STEPWIRE_ADDRESS", "STEPWIRE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(arguments) == status
+    out, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1 and "Traceback" not in err and out == ""
+
+
+def test_models(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run(["models", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed[0]["default"] and listed[0]["path"] is None
+    assert run(["models", "list"]) == 0
+    assert "stepwire models pull" in capsys.readouterr().out
+    model = tmp_path / "m.gguf"
+    model.touch()
+    assert run(["models", "path", str(model)]) == 0
+    assert capsys.readouterr().out == f"{model}\n"
+    model_commands.pull_model(str(model), as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"model": str(model), "path": str(model)}
+
+
+def test_progress_moves_on_a_terminal_and_steps_elsewhere() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, lines in ((Terminal(), 1), (io.StringIO(), 11)):
+        progress = ProgressLine(stream)
+        for done in range(101):
+            progress("loading", done * 1_000_000, 100_000_000)
+        progress.done()
+        assert stream.getvalue().count("\n") == lines
+        assert "100 %  (100.0 of 100.0 MB)" in stream.getvalue()
+
+
+def test_terminal_text_moves_no_cursor() -> None:
+    assert printable("a\x1b[2Jb\x9bc\td\né") == "a[2Jbc\td\né"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from deploy.cli import run; run(['--help']); "
+        "sys.exit(str({'grpc', 'numpy', 'torch', 'pydantic', 'rich'} & set(sys.modules) or '') or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout

@@ -1,0 +1,78 @@
+"""Flags of `up`, addresses, and what it prints."""
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from deploy.up import _Up, call_address, how_to_call, route_flags
+from scheduler_svc.config import SchedulerConfig
+
+
+def test_flags_go_to_whoever_knows_them() -> None:
+    scheduler, executor = route_flags(
+        ["--model", "m", "--block-size=8", "--policy", "fcfs", "--no-enable-prefix-cache", "--max-num-seqs", "4",
+         "--listen", "127.0.0.1:1", "--executor-listen=127.0.0.1:2", "--scheduler-drain-s", "3", "--config", "c"]
+    )  # fmt: skip
+    assert scheduler == [
+        "--model", "m", "--policy", "fcfs", "--no-enable-prefix-cache", "--max-num-seqs", "4",
+        "--listen", "127.0.0.1:1", "--drain-s", "3", "--config", "c",
+    ]  # fmt: skip
+    assert executor == [
+        "--model", "m", "--block-size=8", "--max-num-seqs", "4", "--listen=127.0.0.1:2", "--config", "c",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "close"),
+    [("--blok-size", "--block-size"), ("--executor-polcy", ""), ("--scheduler-block-size", ""), ("stray", "")],
+)
+def test_what_nobody_knows_is_refused(flag: str, close: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown flag {flag}") as caught:
+        route_flags([flag, "1"])
+    assert close in caught.value.message
+
+
+def test_the_executor_listens_on_a_private_socket_unless_told(tmp_path: Path) -> None:
+    up = _Up([], {}, tmp_path)
+    assert up.executor_command()[4:6] == ["--listen", f"unix:{tmp_path}/executor.sock"]
+    # A listen meant for the public API does not move the executor.
+    assert "unix:" in _Up([], {"STEPWIRE_LISTEN": "127.0.0.1:5"}, tmp_path).executor_command()[5]
+    for flags, environ in (
+        (["--executor-listen", "127.0.0.1:5"], {}),
+        ([], {"STEPWIRE_EXECUTOR_LISTEN": "127.0.0.1:5"}),
+    ):
+        command = _Up(flags, environ, tmp_path).executor_command()
+        assert "127.0.0.1:5" in command and not any("unix:" in part for part in command)
+
+
+def test_a_port_once_drawn_stays(tmp_path: Path) -> None:
+    up = _Up(["--executor-listen", "127.0.0.1:0"], {}, tmp_path)
+    (tmp_path / "executor.address").write_text("127.0.0.1:4321\n")
+    assert up.executor_command()[-4:-2] == ["--listen", "127.0.0.1:4321"]
+    assert up.scheduler_command()[-4:-2] == ["--executors", "127.0.0.1:4321"]
+
+
+def test_an_address_left_by_an_earlier_run_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("127.0.0.1:1\n")
+    _Up(["--address-file", str(tmp_path / "a")], {}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_foreign_executors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="its own executor"):
+        _Up(["--executors", "a:1"], {}, tmp_path)
+
+
+def test_addresses_to_dial() -> None:
+    assert call_address("0.0.0.0:5") == "127.0.0.1:5"
+    assert call_address("[::]:5") == "127.0.0.1:5"
+    assert call_address("10.0.0.1:5") == "10.0.0.1:5"
+    assert call_address("unix:/x") == "unix:/x"
+
+
+def test_how_to_call_names_the_address() -> None:
+    text = how_to_call("127.0.0.1:5", SchedulerConfig())
+    assert "stepwire chat --address 127.0.0.1:5" in text and "grpcurl -plaintext" in text and "Ctrl-C" in text
+    assert "-unix /x" in how_to_call("unix:/x", SchedulerConfig())
+    assert "Bearer" in how_to_call("a:1", SchedulerConfig(auth_tokens_file=Path("t")))
