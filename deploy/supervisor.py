@@ -66,7 +66,7 @@ class RestartPolicy:
 
     def pause(self, failures: int) -> float:
         """Seconds before the start that follows `failures` failures in a row."""
-        return min(self.max_s, self.first_s * 2 ** min(failures - 1, 16))
+        return min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 16))
 
 
 class Supervisor:
