@@ -51,11 +51,13 @@ def test_a_window_shows_both_services_under_each_step(loop: FakeLoop) -> None:
     for step in steps:
         parts = {s.name: s for s in by_parent[span_id(step)]}
         assert set(parts) == {
-            "plan", "wire to executor", "host prepare", "copy in", "device run", "copy out", "wire to scheduler",
-            "update",
+            "plan", "wire to executor", "host prepare", "copy in", "device run", "copy out", "answer",
+            "wire to scheduler", "update",
         }  # fmt: skip
         for name, part in parts.items():
-            service = "executor" if name in ("host prepare", "copy in", "device run", "copy out") else "scheduler"
+            service = (
+                "executor" if name in ("host prepare", "copy in", "device run", "copy out", "answer") else "scheduler"
+            )
             assert part.resource.attributes["service.name"] == f"stepwire-{service}"
         ordered = [parts[n] for n in ("plan", "wire to executor", "wire to scheduler", "update")]
         assert all(times(a)[1] <= times(b)[0] for a, b in pairwise(ordered))
