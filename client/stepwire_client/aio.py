@@ -172,7 +172,7 @@ class AsyncClient:
         self._metadata = call_metadata(token)
         self._deadline = deadline
         self._retry = retry or Retry()
-        options = channel_options(max_message_bytes)
+        options = channel_options(address, max_message_bytes)
         credentials = tls.credentials() if tls else None
         self._channels = [
             grpc.aio.secure_channel(address, credentials, options)

@@ -164,7 +164,7 @@ class Client:
         self._metadata = call_metadata(token)
         self._deadline = deadline
         self._retry = retry or Retry()
-        options = channel_options(max_message_bytes)
+        options = channel_options(address, max_message_bytes)
         credentials = tls.credentials() if tls else None
         self._channels = [
             grpc.secure_channel(address, credentials, options)

@@ -67,8 +67,17 @@ def pause_before_retry(
     return pause if pause < longest else None
 
 
-def channel_options(max_message_bytes: int) -> list[tuple[str, int | str]]:
-    """Channel arguments. A local subchannel pool, or all channels of the pool would share one connection."""
+def is_local(address: str) -> bool:
+    """Whether the address is this machine's own."""
+    host = address.rpartition(":")[0]
+    return address.startswith("unix:") or host in ("localhost", "[::1]") or host.startswith("127.")
+
+
+def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int | str]]:
+    """Channel arguments. A local subchannel pool, or all channels of the pool would share one connection.
+
+    A proxy named in the environment is meant for the outside; gRPC alone would send even loopback through it.
+    """
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -78,6 +87,7 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int | str]]:
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 5_000),
         ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0 if is_local(address) else 1),
     ]
 
 

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 
 import stepwire_client as sw
 from stepwire_client._gen.stepwire.v1 import inference_pb2 as pb
-from stepwire_client.options import pause_before_retry
+from stepwire_client.options import is_local, pause_before_retry
 from tests.unit.client.fake_server import FakeInference, answer, fail, retry_info, serving
 
 FAST = sw.Retry(attempts=3, first_s=0.001, max_s=0.002)
@@ -243,6 +243,15 @@ def test_unix_socket_and_token(tmp_path: Path) -> None:
     with serving(f"unix:{tmp_path}/api.sock") as (server, address), sw.Client(address, token="secret") as client:
         assert client.complete("x").text == "Hello world"
         assert server.metadata[0]["authorization"] == "Bearer secret"
+
+
+def test_loopback_needs_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+    with serving() as (_, address), sw.Client(address, retry=FAST) as client:
+        assert client.complete("x", deadline=10).text == "Hello world"
+    assert not is_local("example.org:443") and is_local("[::1]:5") and is_local("unix:/x")
 
 
 def test_the_servers_wish_is_honoured() -> None:
