@@ -9,43 +9,25 @@ the report says so. A wheel of torch that pip is configured with locally is put 
 import argparse
 import contextlib
 import json
-import platform
 import re
-import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.compose_inputs import Report, jaeger, local_torch, versions
 from deploy.compose_stack import ROOT, CommandFailed, Events, Stack, docker
 from stepwire_client import Client, Delta, Finished, FinishReason, StepwireError
 
-JAEGER: Final = "jaegertracing/jaeger:2.20.0"
 SERVICES: Final = ("executor", "scheduler", "jaeger")
 PROMPT: Final = "The history of the lighthouse begins"
 OVERRIDE: Final = "services: {executor: {environment: {STEPWIRE_NUMERICS: exact}}}\n"
 TOKENS: Final = 192
-
-
-class Report:
-    """Lines as they come, on the terminal and at the end in a file."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.failed = 0
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-        self.lines.append(line)
-
-    def check(self, holds: bool, what: str, detail: object = "") -> None:
-        self.failed += not holds
-        self.say(f"{'ok  ' if holds else 'FAIL'} {what}" + (f": {detail}" if detail != "" else ""))
 
 
 def eventually(holds: Callable[[], bool], timeout_s: float) -> bool:
@@ -62,55 +44,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def versions(report: Report) -> None:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    report.say(f"commit {commit or 'unknown'}, {time.strftime('%Y-%m-%d')}, {platform.system()} {platform.machine()}")
-    report.say("engine " + docker("version", "--format", "{{.Server.Version}} (API {{.Server.APIVersion}})").strip())
-    report.say(docker("compose", "version").strip())
-    report.say("buildx " + docker("buildx", "version").strip())
-
-
-def provide_jaeger(report: Report) -> bool:
-    """Pulls Jaeger, or builds the stand-in under its name. Whether it is the real one."""
-    try:
-        docker("pull", "-q", JAEGER, timeout_s=600)
-    except (CommandFailed, subprocess.TimeoutExpired):
-        report.say(
-            f"{JAEGER} can't be pulled here. A stand-in has its name: an OTLP receiver (rotel) that prints spans."
-        )
-        report.say("     deploy/jaeger.yaml was not read by Jaeger, and Jaeger's own page was not seen.")
-        with tempfile.TemporaryDirectory() as context:
-            for file in ("Dockerfile", "standin.py"):
-                shutil.copy(ROOT / "deploy" / "standin" / file, context)
-            shutil.copy(ROOT / "constraints.txt", context)
-            docker("build", "-q", "--secret", "id=pip,src=deploy/pip.conf", "-t", JAEGER, context, timeout_s=900)
-        return False
-    report.say(f"{JAEGER} pulled")
-    return True
-
-
-@contextlib.contextmanager
-def local_torch(report: Report) -> Iterator[None]:
-    """Lends deploy/wheels/cpu a locally configured wheel of torch that fits the images' Python, if there is one."""
-    folder = ROOT / "deploy" / "wheels" / "cpu"
-    listed = subprocess.run(
-        [sys.executable, "-P", str(ROOT / "deploy" / "torch_wheels.py")], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    fitting = [Path(path) for path in listed if "-cp311-" in path]
-    if any(folder.glob("torch-*.whl")) or not fitting:
-        yield
-        return
-    lent = folder / fitting[0].name
-    shutil.copy(fitting[0], lent)
-    report.say(f"torch for the executor's image comes from a folder of wheels: {lent.name}")
-    try:
-        yield
-    finally:
-        lent.unlink()
 
 
 def check_order(report: Report, rows: list[tuple[float, str, str, str]]) -> None:
@@ -190,17 +123,30 @@ def check_serving(report: Report, stack: Stack, client: Client) -> None:
     report.check(eventually(healthy, 120), "the executor is healthy again")
 
 
+def spans_by_service(log: str) -> dict[str, Counter[str]]:
+    """How many spans of which name each service sent, numbers in names left out, from the stand-in's log."""
+    found: dict[str, Counter[str]] = {}
+    service, in_span = "", False
+    for line in log.splitlines():
+        if line.startswith(("ResourceSpans #", "Span #", "SpanEvent #", "SpanLink #")):
+            in_span = line.startswith("Span #")
+        elif match := re.match(r"\s+-> service\.name: Str\((.*)\)", line):
+            service = match[1]
+        elif in_span and (match := re.match(r"\s*Name\s*: (.*)", line)):
+            found.setdefault(service, Counter())[re.sub(r"\d+", "N", match[1].strip())] += 1
+    return found
+
+
 def check_traces(report: Report, stack: Stack, real_jaeger: bool, client: Client) -> None:
     if not real_jaeger:
 
         def arrived() -> bool:
-            log = stack.compose("logs", "--no-color", "jaeger")
-            return "stepwire-scheduler" in log and "stepwire-executor" in log
+            return len(spans_by_service(docker("logs", stack.container("jaeger")))) == 2
 
-        report.check(eventually(arrived, 30), "spans of scheduler and executor arrive at the receiver")
-        names = re.findall(r"^\S+\s*\|\s+Name\s*:\s*(\S.*)$", stack.compose("logs", "jaeger"), re.MULTILINE)
-        kinds = sorted({re.sub(r"\d+", "N", name.strip()) for name in names})
-        report.say(f"     {len(names)} spans so far, of these names: {', '.join(kinds[:24])}")
+        report.check(eventually(arrived, 30), "spans of both services arrive at the receiver")
+        for service, names in spans_by_service(docker("logs", stack.container("jaeger"))).items():
+            kinds = ", ".join(f"{name} ({count})" for name, count in names.most_common(12))
+            report.say(f"     {service}: {names.total()} spans: {kinds}")
     stack.compose("stop", "-t", "2", "jaeger")
     answer = client.complete(PROMPT, max_tokens=8, temperature=0.0, deadline=60)
     report.check(answer.usage.completion_tokens == 8, "with jaeger stopped requests are answered as before")
@@ -239,10 +185,9 @@ def check_gpu_file(report: Report) -> None:
 
 def verify(report: Report) -> None:
     versions(report)
-    real_jaeger = provide_jaeger(report)
     check_gpu_file(report)
     ports = {"API_PORT": str(free_port()), "JAEGER_PORT": str(free_port())}
-    with tempfile.TemporaryDirectory() as folder, local_torch(report):
+    with tempfile.TemporaryDirectory() as folder, local_torch(report), jaeger(report) as real_jaeger:
         override = Path(folder) / "override.yml"
         override.write_text(OVERRIDE)
         stack = Stack([ROOT / "docker-compose.yml", override], ports)
