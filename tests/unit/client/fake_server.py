@@ -108,7 +108,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
 
 @contextmanager
-def serving(address: str = "127.0.0.1:0") -> Iterator[tuple[FakeInference, str]]:
+def serving(
+    address: str = "127.0.0.1:0", credentials: grpc.ServerCredentials | None = None
+) -> Iterator[tuple[FakeInference, str]]:
     """A server and the address it got."""
     server = grpc.server(futures.ThreadPoolExecutor(8))
     inference = FakeInference()
@@ -117,7 +119,7 @@ def serving(address: str = "127.0.0.1:0") -> Iterator[tuple[FakeInference, str]]
     states = health.HealthServicer()
     states.set("stepwire.v1.Inference", health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
-    port = server.add_insecure_port(address)
+    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     server.start()
     try:
         yield inference, address if address.startswith("unix:") else f"127.0.0.1:{port}"

@@ -1,5 +1,6 @@
 """The synchronous client against a scripted server."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -261,6 +262,24 @@ def test_the_servers_wish_is_honoured() -> None:
     assert pause_before_retry(error, retry, retry.pauses(), 1.9) is None
     assert pause_before_retry(error, retry, iter(()), None) is None
     assert pause_before_retry(sw.ResourceExhausted("full"), retry, retry.pauses(), None) is None
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+def test_mutual_tls(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", key, "-out", cert, "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    pair = (key.read_bytes(), cert.read_bytes())
+    credentials = grpc.ssl_server_credentials([pair], root_certificates=pair[1], require_client_auth=True)
+    with serving(credentials=credentials) as (_, bound):
+        address = bound.replace("127.0.0.1", "localhost")
+        with sw.Client(address, tls=sw.Tls(cert, cert, key), token="t", retry=FAST) as client:
+            assert client.complete("x", deadline=20).text == "Hello world"
+        with sw.Client(address, tls=sw.Tls(cert), retry=FAST) as client, pytest.raises(sw.Unavailable):
+            client.complete("x", deadline=20)
 
 
 def test_pauses_double_and_are_bounded() -> None:
