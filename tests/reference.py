@@ -3,6 +3,7 @@
 The default model's reference is read by transformers' own GGUF code, so nothing of ours stands between the file and it.
 """
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,17 +71,16 @@ def default_files() -> ModelFiles:
 @cache
 def reference_model() -> Any:
     """transformers' LlamaForCausalLM with the default model's dequantised weights, float32. Takes seconds once."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
+    transformers: Any = importlib.import_module("transformers")
+    gguf_reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     files = default_files()
-    config = LlamaConfig(**{key: value for key, value in files.config.items() if key != "architectures"})
+    config = transformers.LlamaConfig(**{key: value for key, value in files.config.items() if key != "architectures"})
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    read = load_gguf_checkpoint(str(files.path), return_tensors=True, model_to_load=model)
+        model = transformers.LlamaForCausalLM(config)
+    read = gguf_reader.load_gguf_checkpoint(str(files.path), return_tensors=True, model_to_load=model)
     for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "rope_theta", "rms_norm_eps"):
         assert read["config"][key] == files.config[key], key
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     model.tie_weights()
