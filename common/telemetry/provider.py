@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ def start_telemetry(service_name: str, instance_id: str, endpoint: str = "") -> 
     # Loaded here: a process that exports nothing needs no exporter in memory.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    _log.info("spans of %s go to %s", service_name, target)
+    _log.info("spans of %s go to %s", service_name, re.sub(r"(?<=://)[^/@]*@", "***@", target))
     return telemetry(service_name, instance_id, OTLPSpanExporter(endpoint=target))
 
 
