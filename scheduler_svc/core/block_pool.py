@@ -36,14 +36,12 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one user each; evicts idle cached blocks only when free ones are out."""
         assert self.can_allocate(count)
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                assert self.cache is not None
-                block = self.cache.evict()
-            blocks.append(block)
+        at_hand = min(count, len(self._free))
+        blocks = self._free[len(self._free) - at_hand :]
+        del self._free[len(self._free) - at_hand :]
+        blocks.reverse()
+        if self.cache is not None:
+            blocks += [self.cache.evict() for _ in range(count - at_hand)]
         self.refs[blocks] = 1
         return blocks
 

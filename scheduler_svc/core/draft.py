@@ -4,12 +4,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.messages import MAX_EXTEND_TOKENS, Admit, Extend, Sampling, StepPlan, u32
+from common.messages import EMPTY_U32, MAX_EXTEND_TOKENS, U32, Admit, Extend, Sampling, StepPlan, u32
 from scheduler_svc.core.executor_state import ExecutorState, Flight
 from scheduler_svc.core.rows import I64
 from scheduler_svc.observer import StepRecord
 
+_NONE: I64 = np.empty(0, dtype=np.int64)
 _FIXED_BYTES = 512  # of an Admit or Extend, everything that is no column, generously
+
+
+def _column(values: list[int]) -> U32:
+    return u32(values) if values else EMPTY_U32
 
 
 def sampling_bytes(sampling: Sampling) -> int:
@@ -35,8 +40,8 @@ class Draft:
     tokens: int
     wire_bytes: int
     output_bytes: int
-    decode: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    grants: list[tuple[int, int, int]] = field(default_factory=list)
+    decode: I64 = field(default_factory=lambda: _NONE)
+    grants: tuple[I64, I64, I64] = field(default_factory=lambda: (_NONE, _NONE, _NONE))
     admits: list[Admit] = field(default_factory=list)
     extends: list[Extend] = field(default_factory=list)
     prefills: list[tuple[int, int, int]] = field(default_factory=list)
@@ -54,7 +59,7 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        work = len(self.decode) or self.prefills or self.grants or self.admits or self.extends
+        work = len(self.decode) or self.prefills or len(self.grants[0]) or self.admits or self.extends
         return not work and not self.executor.releases
 
     def finish(self, now_ns: int, trace_context: bytes, waiting: int) -> StepRecord:
@@ -70,20 +75,21 @@ class Draft:
             sent_ns=now_ns,
             num_tokens=prefill_tokens + len(self.decode),
             trace_context=trace_context,
-            release=u32(executor.releases),
+            release=_column(executor.releases),
             admit=tuple(self.admits),
             extend=tuple(self.extends),
-            grant_rows=u32(row for row, _, _ in self.grants),
-            grant_indices=u32(index for _, index, _ in self.grants),
-            grant_blocks=u32(block for _, _, block in self.grants),
-            prefill_rows=u32(prefill_rows),
-            prefill_starts=u32(start for _, start, _ in self.prefills),
-            prefill_counts=u32(count for _, _, count in self.prefills),
+            grant_rows=u32(self.grants[0]),
+            grant_indices=u32(self.grants[1]),
+            grant_blocks=u32(self.grants[2]),
+            prefill_rows=_column(prefill_rows),
+            prefill_starts=_column([start for _, start, _ in self.prefills]),
+            prefill_counts=_column([count for _, _, count in self.prefills]),
             decode_rows=u32(self.decode),
-            raw_logits_rows=u32(row for row, _ in self.raw),
-            raw_logits_positions=u32(position for _, position in self.raw),
+            raw_logits_rows=_column([row for row, _ in self.raw]),
+            raw_logits_positions=_column([position for _, position in self.raw]),
         )
-        decode_keys, prefill_keys = rows.keys[self.decode], rows.keys[prefill_rows]
+        decode_keys = rows.keys[self.decode]
+        prefill_keys = rows.keys[prefill_rows] if prefill_rows else decode_keys[:0]
         decode_keys.flags.writeable = prefill_keys.flags.writeable = False
         record = StepRecord(
             executor_id=executor.id,
@@ -97,9 +103,9 @@ class Draft:
             waiting=waiting,
             free_blocks=executor.pool.available,
         )
-        expected = self.decode
+        expected = plan.decode_rows
         if self.sampling_prefills:
-            expected = np.sort(np.concatenate([expected, np.array(self.sampling_prefills, dtype=np.int64)]))
+            expected = u32(np.sort(np.concatenate([self.decode, np.array(self.sampling_prefills, dtype=np.int64)])))
         ends = tuple((row, start + count) for row, start, count in self.prefills)
         executor.flights.append(Flight(self.step_id, record, expected, ends))
         executor.releases = []

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.messages import ExecutorInfo, Welcome
+from common.messages import U32, ExecutorInfo, Welcome
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.prefix_cache import extend_hashes
-from scheduler_svc.core.rows import I64, Rows
+from scheduler_svc.core.rows import I64, NEVER, Rows
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.messages import FinishReason
 from scheduler_svc.observer import StepRecord
@@ -22,7 +22,7 @@ class Flight:
 
     step_id: int
     record: StepRecord
-    expected: I64
+    expected: U32
     prefills: tuple[tuple[int, int], ...]
 
 
@@ -135,7 +135,7 @@ class ExecutorState:
         rows.running[row] = rows.accept[row] = True
         rows.ignore_eos[row] = s.ignore_eos
         rows.set_stops(row, s.stop_ids)
-        rows.raw_logits[row] = sequence.request.raw_logits
+        rows.set_raw_logits(row, sequence.request.raw_logits)
         rows.protected[row] = sequence.preemptions >= self._config.max_preemptions
         rows.prefilled[row] = len(shared) * self.block_size
         if sequence.cached < 0:
@@ -146,22 +146,41 @@ class ExecutorState:
         sequence.planned = len(shared) * self.block_size
         sequence.sent = 0
         sequence.registered = len(shared)
-        self._extend_table(row, shared)
-        self.grant(row, fresh)
+        blocks = [*shared, *self.pool.allocate(fresh)]
+        rows.table[row, : len(blocks)] = blocks
+        rows.table_len[row] = len(blocks)
+        self._set_due(np.array([row]))
         self.prefilling.append(row)
         self.num_running += 1
         return row
 
-    def grant(self, row: int, count: int) -> list[int]:
-        blocks = self.pool.allocate(count)
-        self._extend_table(row, blocks)
-        return blocks
+    def grant(self, grown: I64, counts: I64) -> tuple[I64, I64, I64]:
+        """counts[i] new blocks at the end of the table of row grown[i]; there must be enough. Returns the grants as
+        columns: row, table index, block."""
+        rows = self.rows
+        ends = np.cumsum(counts)
+        blocks = np.array(self.pool.allocate(int(ends[-1])), dtype=np.int64)
+        owners: I64 = np.repeat(grown, counts)
+        index: I64 = np.arange(len(blocks)) - np.repeat(ends - counts, counts) + rows.table_len[owners]
+        rows.table[owners, index] = blocks
+        rows.table_len[grown] += counts
+        self._set_due(grown)
+        return owners, index, blocks
 
-    def _extend_table(self, row: int, blocks: list[int]) -> None:
-        start = int(self.rows.table_len[row])
-        self.rows.table[row, start : start + len(blocks)] = blocks
-        self.rows.table_len[row] = start + len(blocks)
-        self.rows.capacity[row] = (start + len(blocks)) * self.block_size
+    def _set_due(self, grown: I64) -> None:
+        # A step writes the slot of position high - 1, and blocks are granted depth - 1 steps before they are written.
+        rows = self.rows
+        capacity = rows.table_len[grown] * self.block_size
+        rows.capacity[grown] = capacity
+        rows.due[grown] = np.where(capacity >= rows.final[grown] - 1, NEVER, capacity - self.depth + 2)
+
+    def start_decoding(self, row: int) -> None:
+        """The last chunk of the row's prefill is planned: it samples, and decodes from the next step on."""
+        rows = self.rows
+        self.prefilling.remove(row)
+        rows.high[row] = rows.low[row] + 1
+        rows.left[row] = rows.final[row] - rows.high[row]
+        rows.decoding[row] = True
 
     def vacate(self, row: int, keep: bool) -> Sequence | None:
         """Gives a row up. `keep`: tokens still in flight count, and the sequence is returned here or by `settle` once
@@ -171,6 +190,7 @@ class ExecutorState:
         if not rows.running[row]:
             return None  # in limbo already
         rows.running[row] = rows.decoding[row] = False
+        rows.left[row] = 0
         self.num_running -= 1
         if row in self.prefilling:
             self.prefilling.remove(row)
@@ -252,5 +272,4 @@ class ExecutorState:
         return int(candidates[np.argmax(rows.rank[candidates])])
 
     def has_decode_work(self) -> bool:
-        rows = self.rows
-        return bool((rows.decoding & (rows.high < rows.final)).any())
+        return bool(self.rows.left.any())

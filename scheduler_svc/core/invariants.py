@@ -30,6 +30,7 @@ def _check_rows(executor: ExecutorState) -> None:
     admissions = rows.admission[occupied].tolist()
     assert len(set(admissions)) == len(admissions) and 0 not in admissions, "an admission id is used twice"
     for row in executor.limbo:
+        assert not rows.left[row]
         assert rows.last_step[row] > executor.last_result, f"row {row} stays in limbo after its last result"
     for row in running:
         sequence = rows.seqs[row]
@@ -38,6 +39,7 @@ def _check_rows(executor: ExecutorState) -> None:
         assert 0 <= rows.computed(row) <= sequence.planned or rows.decoding[row]
         assert rows.computed(row) < rows.low[row]
         assert rows.high[row] - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
+        assert rows.left[row] == (rows.final[row] - rows.high[row] if rows.decoding[row] else 0)
         assert (row in executor.prefilling) != bool(rows.decoding[row]), "a row is in both phases, or in none"
     flights = [flight.step_id for flight in executor.flights]
     assert flights == list(range(executor.last_result + 1, executor.next_step)), "steps in flight have a gap"

@@ -47,20 +47,22 @@ class Planner:
 
     def _decodes(self, draft: Draft) -> None:
         executor, rows = draft.executor, draft.executor.rows
-        ready = np.flatnonzero(rows.decoding & (rows.high < rows.final))
+        ready = np.flatnonzero(rows.left)
         if not len(ready):
             return
         high = rows.high[ready]
-        # The step writes the slot of position high - 1; the steps that will follow before its result write the next.
-        wanted = np.minimum(high + (executor.depth - 1), rows.final[ready] - 1)
-        short = rows.capacity[ready] < wanted
-        if short.any():
-            self._grant(draft, ready[short], wanted[short])
-            ready = np.flatnonzero(rows.decoding & (rows.high < rows.final) & (rows.capacity >= rows.high))
-        raw = rows.raw_logits[ready]
-        if raw.any():
-            ready = self._within_output(draft, ready, ready[raw])
-        rows.high[ready] += 1
+        due = high >= rows.due[ready]
+        if due.any():
+            short = ready[due]
+            self._grant(draft, short, np.minimum(high[due] + (executor.depth - 1), rows.final[short] - 1))
+            if draft.blocks_owed or executor.releases:  # some sit out, or were preempted
+                ready = np.flatnonzero((rows.left > 0) & (rows.capacity >= rows.high))
+                high = rows.high[ready]
+        if rows.num_with_raw:
+            ready = self._within_output(draft, ready)
+            high = rows.high[ready]
+        rows.high[ready] = high + 1
+        rows.left[ready] -= 1
         rows.last_step[ready] = draft.step_id
         draft.decode = ready
         draft.tokens -= len(ready)
@@ -73,33 +75,37 @@ class Planner:
         need, or rank before it.
         """
         executor, rows, pool = draft.executor, draft.executor.rows, draft.executor.pool
-        owed = 0
-        for i in np.argsort(rows.rank[short]).tolist():
-            row = int(short[i])
-            if not rows.running[row]:
-                continue  # preempted in this very loop
-            count = -(-int(wanted[i]) // executor.block_size) - int(rows.table_len[row])
-            if owed or not pool.can_allocate(count):
-                owed += count
-                while owed > pool.available + pool.num_limbo():
-                    victim = executor.victim_after(int(rows.rank[row]))
-                    if victim is None:
-                        break
-                    self.preempt(executor, victim)
-                if owed > pool.available:
-                    continue
-                owed -= count
-            index = int(rows.table_len[row])
-            for block in executor.grant(row, count):
-                draft.grants.append((row, index, block))
-                index += 1
-            rows.last_step[row] = draft.step_id
-        draft.blocks_owed = owed
+        counts = -(-wanted // executor.block_size) - rows.table_len[short]
+        if not pool.can_allocate(int(counts.sum())):
+            short, counts = self._make_room(draft, short, counts)
+        if len(short):
+            draft.grants = executor.grant(short, counts)
+            rows.last_step[short] = draft.step_id
 
-    def _within_output(self, draft: Draft, ready: I64, raw: I64) -> I64:
+    def _make_room(self, draft: Draft, short: I64, counts: I64) -> tuple[I64, I64]:
+        """Preempts as needed; returns those of the rows that get their blocks now."""
+        executor, rows, pool = draft.executor, draft.executor.rows, draft.executor.pool
+        granted: list[int] = []
+        promised = owed = 0  # blocks for rows before this one: to be granted now, waited for
+        for i in np.argsort(rows.rank[short]).tolist():
+            if not rows.running[short[i]]:
+                continue  # preempted in this very loop
+            owed += int(counts[i])
+            while owed + promised > pool.available + pool.num_limbo():
+                victim = executor.victim_after(int(rows.rank[short[i]]))
+                if victim is None:
+                    break
+                self.preempt(executor, victim)
+            if owed + promised <= pool.available:
+                granted.append(i)
+                promised, owed = promised + int(counts[i]), owed - int(counts[i])
+        draft.blocks_owed = owed
+        return short[granted], counts[granted]
+
+    def _within_output(self, draft: Draft, ready: I64) -> I64:
         """`ready` without the rows whose raw logits have no room in this step; who waited longest goes first."""
         executor, rows = draft.executor, draft.executor.rows
-        size = self._raw_bytes(executor)
+        size, raw = self._raw_bytes(executor), ready[rows.raw_logits[ready]]
         room = max(0, draft.output_bytes - executor.reserved_output) // size
         if room < len(raw):
             raw = raw[np.argsort(rows.last_step[raw], kind="stable")[:room]]
@@ -160,9 +166,7 @@ class Planner:
         sequence.planned += count
         rows.last_step[row] = draft.step_id
         if sequence.planned == sequence.admitted_len:
-            executor.prefilling.remove(row)
-            rows.high[row] = sequence.admitted_len + 1
-            rows.decoding[row] = True
+            executor.start_decoding(row)
             draft.sampling_prefills.append(row)
 
     def _send(self, draft: Draft, sequence: Sequence, until: int) -> None:

@@ -43,8 +43,8 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
         executor.register(row, end)
     index: I64 = result.emitted_rows.astype(np.int64)
     tokens = result.tokens
-    accepted = rows.accept[index]
-    if not accepted.all():
+    if executor.limbo:  # only there do sequences wait that have ended
+        accepted = rows.accept[index]
         index, tokens = index[accepted], tokens[accepted]
     reasons = _append(executor, index, tokens)
     return Collected(flight, index, tokens, reasons, tuple(e for e in errors if rows.accept[e.row]))
@@ -61,7 +61,7 @@ def _checked(executor: ExecutorState, result: StepResult) -> Flight:
         raise ProtocolError(f"step_result: token {int(result.tokens.max())} is outside the vocabulary", field="tokens")
     if any(e.row >= len(rows) for e in result.row_errors):
         raise ProtocolError("step_result: an error for a row that does not exist", field="row_errors")
-    if not np.array_equal(result.emitted_rows, flight.expected):
+    if result.emitted_rows.tobytes() != flight.expected.tobytes():
         emitted, failed = set(result.emitted_rows.tolist()), {e.row for e in result.row_errors}
         expected = set(flight.expected.tolist())
         silent = [r for r in expected - emitted - failed if rows.accept[r]]
@@ -92,15 +92,13 @@ def _append(executor: ExecutorState, index: I64, tokens: U32) -> U8:
     at_end = length >= rows.final[index]
     if at_end.any():
         reasons[at_end] = rows.end_reason[index[at_end]]
-    counts = position >= rows.min_end[index]
     if rows.num_with_stops:
-        hit = (rows.stops[index] == tokens[:, None]).any(axis=1) & rows.has_stops[index] & counts
-        reasons[hit] = FinishReason.STOP_TOKEN
-    eos = np.zeros(len(index), dtype=np.bool_)
+        hit = (rows.stops[index] == tokens[:, None]).any(axis=1) & rows.has_stops[index]
+        reasons[hit & (position >= rows.min_end[index])] = FinishReason.STOP_TOKEN
     for eos_id in executor.info.eos_ids:
-        eos |= tokens == eos_id
-    if eos.any():
-        reasons[eos & counts & ~rows.ignore_eos[index]] = FinishReason.EOS
+        hit = tokens == eos_id
+        if hit.any():
+            reasons[hit & (position >= rows.min_end[index]) & ~rows.ignore_eos[index]] = FinishReason.EOS
     return reasons
 
 

@@ -8,6 +8,7 @@ from scheduler_svc.core.sequence import Sequence
 
 RECENT = 128
 NO_TOKEN = 0xFFFFFFFF
+NEVER = 1 << 60
 
 I64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -19,7 +20,8 @@ class Rows:
     admission: 0 for a free row. running: neither free nor in limbo. accept: tokens that arrive count (false once the
     sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
     protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
-    it ends; capacity: token slots its table covers. min_end: length from which EOS and stop ids count. prefilled: known
+    it ends; left: final - high while decoding, else 0; capacity: token slots its table covers; due: the `high` from
+    which it needs another block. min_end: length from which EOS and stop ids count. prefilled: known
     computed positions of the prefill. last_step: the last step naming the row. recent[row, :recent_len[row]]: known
     tokens the Sequence has not got yet.
     """
@@ -35,6 +37,7 @@ class Rows:
         self.keys = np.zeros(num_rows, dtype=np.uint64)
         self.admission, self.rank, self.last_step = ints(), ints(), ints()
         self.low, self.high, self.final = ints(), ints(), ints()
+        self.left, self.due = ints(), ints()
         self.capacity, self.table_len, self.prefilled, self.min_end = ints(), ints(), ints(), ints()
         self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
         self.protected, self.ignore_eos, self.has_stops, self.raw_logits = bools(), bools(), bools(), bools()
@@ -44,7 +47,7 @@ class Rows:
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
         self.recent: U32 = np.zeros((num_rows, RECENT), dtype=np.uint32)
         self.recent_len = ints()
-        self.num_with_stops = 0
+        self.num_with_stops = self.num_with_raw = 0
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -58,6 +61,10 @@ class Rows:
             self.stops = wider
         self.stops[row] = NO_TOKEN
         self.stops[row, : len(stop_ids)] = stop_ids
+
+    def set_raw_logits(self, row: int, wanted: bool) -> None:
+        self.raw_logits[row] = wanted
+        self.num_with_raw += wanted
 
     def blocks(self, row: int) -> I64:
         return self.table[row, : self.table_len[row]]
@@ -79,8 +86,9 @@ class Rows:
 
     def clear(self, row: int) -> None:
         self.num_with_stops -= bool(self.has_stops[row])
+        self.num_with_raw -= bool(self.raw_logits[row])
         self.seqs[row] = None
-        for column in (self.admission, self.low, self.high, self.final, self.table_len, self.capacity):
+        for column in (self.admission, self.low, self.high, self.final, self.left, self.table_len, self.capacity):
             column[row] = 0
         for flags in (self.running, self.accept, self.tainted, self.decoding, self.has_stops, self.raw_logits):
             flags[row] = False

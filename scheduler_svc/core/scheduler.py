@@ -193,9 +193,10 @@ class Scheduler:
 
     def schedule(self, executor_id: int, now_ns: int, trace_context: bytes = b"") -> StepRecord | None:
         """The next plan, to be sent at once, in order. None: nothing to do now."""
-        if not self.can_schedule(executor_id):
+        executor = self._executors[executor_id]
+        if not executor.up or len(executor.flights) >= executor.depth:
             return None
-        return self._planner.plan(self._executors[executor_id], now_ns, trace_context)
+        return self._planner.plan(executor, now_ns, trace_context)
 
     def update(self, executor_id: int, result: StepResult, now_ns: int) -> StepOutcome:
         """Books the result of the oldest step in flight.

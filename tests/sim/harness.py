@@ -1,12 +1,12 @@
 """Drives the real scheduler against the toy executor, one event at a time, with time turned by hand."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.clock import ManualClock
 from common.errors import StepwireError
-from common.messages import ExecutorInfo, Hello, Sampling, StepResult, Welcome, u32
+from common.messages import ExecutorInfo, Hello, PlanError, Sampling, StepPlan, StepResult, Welcome, u32
 from executor_svc.step_executor import PendingStep, PlanRefused
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import CoreConfig
@@ -43,7 +43,8 @@ class Sim:
         self.toy = ToyExecutor(info or toy_info(), eos_chance=eos_chance)
         self.executor_id = self.scheduler.add_executor("toy:0")
         self.clients: dict[int, Client] = {}
-        self.pending: deque[tuple[StepRecord, PendingStep]] = deque()
+        self.pending: deque[tuple[StepRecord, PendingStep | PlanError]] = deque()
+        self.tampered = False  # in this epoch
         self.records: list[StepRecord] = []
         self.corrupt_reads = self.limbo_violations = 0
         self._counter = 0
@@ -71,6 +72,8 @@ class Sim:
             known_incarnation=start.known_incarnation,
         )
         kept = self.toy.begin_epoch(hello)
+        self.tampered = False
+        self.pending.clear()
         welcome = Welcome(self.toy.incarnation, self.toy.info, self.depth, kept, self.now_ns, self.clock.wall_ns())
         self._end(self.scheduler.executor_up(self.executor_id, start.epoch, welcome, self.now_ns))
         self.check()
@@ -127,13 +130,19 @@ class Sim:
 
     # -------------------------------------------------------------------------------------------------------- steps
 
-    def plan(self) -> StepRecord | None:
-        """Plans and sends one step, if there is one. A refused plan is an error of the core."""
+    def plan(self, tamper: Callable[[StepPlan], StepPlan] | None = None) -> StepRecord | None:
+        """Plans and sends one step, if there is one. A plan refused untampered is an error of the core."""
         record = self.scheduler.schedule(self.executor_id, self.now_ns)
         self.check()
         if record is not None:
             self.records.append(record)
-            self.pending.append((record, self.toy.execute(record.plan, self.now_ns)))
+            plan = tamper(record.plan) if tamper else record.plan
+            self.tampered |= plan is not record.plan
+            try:
+                self.pending.append((record, self.toy.execute(plan, self.now_ns)))
+            except PlanRefused as refused:
+                assert self.tampered, refused
+                self.pending.append((record, refused.error))
         return record
 
     def deliver(self) -> StepOutcome | None:
@@ -141,14 +150,20 @@ class Sim:
         if not self.pending:
             return None
         _, step = self.pending.popleft()
+        error = step if isinstance(step, PlanError) else None
         try:
-            result = step.wait()
+            if not isinstance(step, PlanError):
+                return self.update(step.wait())
         except PlanRefused as refused:
-            self.pending.clear()
-            self._end(self.scheduler.plan_failed(self.executor_id, refused.error, self.now_ns))
-            self.check()
-            return None
-        return self.update(result)
+            error = refused.error
+        assert error is not None
+        self._end(self.scheduler.plan_failed(self.executor_id, error, self.now_ns))
+        while self.pending:  # what comes after the first error changes nothing
+            _, later = self.pending.popleft()
+            if isinstance(later, PlanError):
+                assert self.scheduler.plan_failed(self.executor_id, later, self.now_ns) == ()
+        self.check()
+        return None
 
     def update(self, result: StepResult) -> StepOutcome:
         outcome = self.scheduler.update(self.executor_id, result, self.now_ns)
@@ -166,9 +181,12 @@ class Sim:
     def run(self, max_steps: int = 10_000) -> int:
         """Until nothing is left to do. Returns the number of results."""
         steps = 0
-        while self.fill() or self.pending:
-            if self.deliver() is None:
+        while True:
+            if not self.scheduler.is_ready and not self.scheduler.is_draining:
                 self.connect()
+            if not self.fill() and not self.pending:
+                break
+            self.deliver()
             steps += 1
             assert steps < max_steps, f"no end after {steps} steps: {self.scheduler.stats()}"
         assert self.scheduler.num_live == 0, f"stuck: {self.scheduler.stats()}"

@@ -1,0 +1,220 @@
+"""Any history of requests, results, crashes and faults: the invariants hold and no token changes."""
+
+import random
+from dataclasses import replace
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.errors import SequenceFailed, TooLarge
+from common.messages import StepPlan
+from scheduler_svc.core.config import CoreConfig
+from tests.fakes.toy_executor import toy_info
+from tests.sim.harness import Sim
+
+PROMPTS = [[random.Random(family).randrange(3, 500) for _ in range(60)] for family in range(3)]
+
+
+def _wrong_sum(plan: StepPlan) -> StepPlan:
+    return replace(plan, num_tokens=plan.num_tokens + 1)
+
+
+def _wrong_admit(plan: StepPlan) -> StepPlan:
+    if not plan.admit:
+        return plan
+    return replace(plan, admit=(replace(plan.admit[0], computed_len=plan.admit[0].length), *plan.admit[1:]))
+
+
+class Histories(RuleBasedStateMachine):
+    sim: Sim
+
+    @initialize(
+        depth=st.integers(1, 4),
+        num_blocks=st.sampled_from([12, 20, 40, 200]),
+        chunk=st.sampled_from([0, 1, 7]),
+        budget=st.sampled_from([0, 5, 17]),
+        seqs=st.sampled_from([0, 2, 5]),
+        cache=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        max_preemptions=st.sampled_from([0, 1, 4]),
+        eos=st.sampled_from([0.0, 0.1]),
+        output=st.sampled_from([4000, 9000, 1 << 20]),
+    )
+    def start(
+        self,
+        depth: int,
+        num_blocks: int,
+        chunk: int,
+        budget: int,
+        seqs: int,
+        cache: bool,
+        policy: str,
+        max_preemptions: int,
+        eos: float,
+        output: int,
+    ) -> None:
+        config = CoreConfig(
+            pipeline_depth=depth,
+            max_prefill_chunk=chunk,
+            max_num_batched_tokens=budget,
+            max_num_seqs=seqs,
+            enable_prefix_cache=cache,
+            policy=policy,
+            max_preemptions=max_preemptions,
+        )
+        info = toy_info(num_blocks=num_blocks, num_rows=24, max_num_seqs=8, max_output_bytes=output)
+        self.sim = Sim(config, info, eos_chance=eos)
+
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 60),
+        max_tokens=st.integers(0, 30),
+        worker=st.integers(0, 1),
+        min_tokens=st.sampled_from([0, 3]),
+        ignore_eos=st.booleans(),
+        num_stops=st.sampled_from([0, 0, 5, 300]),
+        raw=st.sampled_from([False, False, True]),
+        logprobs=st.sampled_from([0, 0, 2]),
+        prompt_logprobs=st.sampled_from([0, 0, 3]),
+        priority=st.integers(-2, 2),
+        salt=st.sampled_from([b"", b"", b"s"]),
+        greedy=st.booleans(),
+    )
+    def submit(
+        self,
+        family: int,
+        length: int,
+        max_tokens: int,
+        worker: int,
+        min_tokens: int,
+        ignore_eos: bool,
+        num_stops: int,
+        raw: bool,
+        logprobs: int,
+        prompt_logprobs: int,
+        priority: int,
+        salt: bytes,
+        greedy: bool,
+    ) -> None:
+        too_long = length > self.sim.scheduler.limits()[1]
+        try:
+            self.sim.submit(
+                PROMPTS[family][:length],
+                max_tokens,
+                worker=worker,
+                min_tokens=min_tokens,
+                ignore_eos=ignore_eos,
+                stop_ids=tuple(range(500, 500 + num_stops)),
+                raw_logits=raw,
+                num_logprobs=logprobs,
+                num_prompt_logprobs=prompt_logprobs,
+                prompt_logprobs_from=1,
+                priority=priority,
+                cache_salt=salt,
+                temperature=0.0 if greedy else 0.9,
+            )
+        except TooLarge:
+            assert too_long
+
+    @rule(data=st.data(), how=st.sampled_from(["cancel", "finish"]))
+    @precondition(lambda self: self.sim.clients)
+    def leave(self, data: st.DataObject, how: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.sim.clients)))
+        client = self.sim.clients[key]
+        live = not client.ends and not client.silent
+        found = self.sim.cancel(key) if how == "cancel" else self.sim.finish(key, max(0, len(client.tokens) - 1))
+        assert found == live
+
+    @rule(count=st.integers(1, 6))
+    def plan(self, count: int) -> None:
+        for _ in range(count):
+            self.sim.plan()
+
+    @rule(count=st.integers(1, 4))
+    def deliver(self, count: int) -> None:
+        for _ in range(count):
+            self.sim.deliver()
+
+    @rule(rounds=st.integers(1, 12))
+    def go(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.sim.fill()
+            self.sim.deliver()
+
+    @rule()
+    def connection_lost(self) -> None:
+        self.sim.disconnect()
+
+    @rule()
+    def executor_killed(self) -> None:
+        self.sim.disconnect()
+        self.sim.replace_executor()
+
+    @rule()
+    def connect(self) -> None:
+        self.sim.connect()
+
+    @rule(bad=st.sampled_from([_wrong_sum, _wrong_admit]))
+    def bad_plan(self, bad: object) -> None:
+        self.sim.plan(_wrong_sum if bad is _wrong_sum else _wrong_admit)
+
+    @rule()
+    @precondition(lambda self: self.sim.pending)
+    def device_fails(self) -> None:
+        self.sim.toy.fail_steps.add(self.sim.pending[-1][0].plan.step_id)
+        self.sim.tampered = True
+        while self.sim.pending:
+            self.sim.deliver()
+        self.sim.toy.fail_steps.clear()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.sim.records and self.sim.scheduler.num_running)
+    def row_fails(self, data: st.DataObject) -> None:
+        rows = [s.row for s in self.sim.scheduler.live_sequences() if s.row >= 0]
+        if rows:
+            self.sim.toy.fail_rows.add(data.draw(st.sampled_from(rows)))
+
+    @invariant()
+    def tokens_are_undisturbed(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sim"):
+            return
+        self.sim.toy.fail_rows.clear()
+        self.sim.run()
+        self.sim.assert_tokens()
+        self.sim.assert_all_free()
+        limit = self.sim.scheduler.config.max_preemptions
+        for client in self.sim.clients.values():
+            assert client.ends + client.silent >= 1, "a request never ended"
+            if client.reason is None and client.ends:
+                assert isinstance(client.error, SequenceFailed | TooLarge)
+            if client.reason is not None:
+                _check_extras(self.sim, client.submit.key)
+        stats = self.sim.scheduler.stats()
+        assert stats.preemptions <= limit * len(self.sim.clients), "preemptions per request are bounded"
+
+
+def _check_extras(sim: Sim, key: int) -> None:
+    """Each wanted position came exactly once, whatever happened."""
+    client = sim.clients[key]
+    request, prompt = client.submit, len(client.submit.prompt)
+    outputs = [o for extra in client.extras for o in extra.outputs]
+    raw = [o.position for o in outputs if o.kind.name == "RAW_LOGITS"]
+    assert raw == (list(range(prompt, prompt + len(client.tokens))) if request.raw_logits else [])
+    wanted = [p for o in outputs if o.kind.name == "PROMPT_LOGPROBS" for p in range(o.position, o.position + o.count)]
+    assert wanted == (list(range(1, prompt)) if request.sampling.num_prompt_logprobs else [])
+    tops = [t for extra in client.extras for t in extra.logprobs]
+    assert len(tops) == (len(client.tokens) if request.sampling.num_logprobs else 0)
+
+
+Histories.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestHistories = Histories.TestCase
