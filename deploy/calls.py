@@ -1,6 +1,8 @@
 """What `stepwire generate`, `chat` and `info` do with a client."""
 
+import contextlib
 import dataclasses
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -67,6 +69,8 @@ def chat(
         return
     interactive = sys.stdin.isatty() and not as_json
     if interactive:
+        with contextlib.suppress(ImportError):  # line editing and history, where Python was built with it
+            importlib.import_module("readline")
         err(
             f"{client.model_info(deadline=10).model}: Ctrl-C ends an answer, Ctrl-D the conversation, /reset forgets it"
         )
