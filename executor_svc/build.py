@@ -1,0 +1,221 @@
+"""Puts a runner together: sizes the cache, settles the numerics, captures or warms up what steady steps use."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from common.clock import Clock
+from common.errors import ConfigError
+from common.messages import ExecutorInfo
+from executor_svc.attention.layout import AttentionShape
+from executor_svc.attention.registry import make_backend
+from executor_svc.buffers import RowState
+from executor_svc.device_step import DeviceStep, Model
+from executor_svc.graph_cache import GraphCache, GraphShape, context_buckets
+from executor_svc.kv_cache import (
+    CPU_SHARE,
+    CUDA_SHARE,
+    KvCache,
+    KvShape,
+    cuda_available,
+    host_available,
+    plan_num_blocks,
+)
+from executor_svc.models.decoder import Decoder, LayerWeights
+from executor_svc.numerics import ExactOps, FastOps, can_pack
+from executor_svc.runner import Runner
+from executor_svc.streams import CpuDevice, CudaDevice, Device, Stream
+
+log = logging.getLogger(__name__)
+
+# Rows beyond max_num_seqs, for sequences that are gone but still named by steps in flight.
+LIMBO_ROWS = 64
+FEATURES = ("logprobs", "prompt_logprobs", "raw_logits", "penalties", "bias", "allowed_ids", "min_tokens", "copies")
+
+# What is being done, how far it is and how far it goes.
+Progress = Callable[[str, int, int], None]
+
+
+def make_ops(numerics: str) -> FastOps | ExactOps:
+    """The operations a model is built with. `numerics`: "fast" or "exact"."""
+    if numerics not in ("fast", "exact"):
+        raise ConfigError(f"numerics is fast or exact, not {numerics!r}", field="numerics")
+    return ExactOps() if numerics == "exact" else FastOps()
+
+
+def default_dtype(numerics: str, device: str) -> torch.dtype | None:
+    """What "auto" means; None: the model's own.
+
+    On the CPU bfloat16 where the processor multiplies it (it halves what a decode step reads), else float32.
+    """
+    if numerics == "exact":
+        return torch.float32
+    if device == "cpu":
+        return torch.bfloat16 if can_pack() else torch.float32
+    return None
+
+
+def make_device(name: str, *, threads: int = 0) -> Device:
+    """`name`: "cpu", "cuda", "cuda:N" or "auto". Raises ConfigError when there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return CpuDevice(threads=threads)
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdecimal()):
+        raise ConfigError(f"unknown device {name!r}", field="device")
+    if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"there is no {name} device", field="device")
+    return CudaDevice(int(index or 0))
+
+
+def build_runner(
+    model: Model,
+    *,
+    ops: FastOps | ExactOps,
+    device: Device,
+    block_size: int = 16,
+    num_blocks: int = 0,
+    kv_cache_memory: int = 0,
+    max_num_seqs: int = 64,
+    max_tokens_per_step: int = 512,
+    max_context: int = 0,
+    pipeline_depth: int = 4,
+    buckets: Sequence[int] | None = None,
+    attention_backend: str = "auto",
+    model_id: str = "",
+    model_hash: str = "",
+    eos_ids: Iterable[int] = (),
+    progress: Progress | None = None,
+    clock: Clock | None = None,
+) -> Runner:
+    """`model` was built with `ops` and lies on `device`. Zeros mean: measured, or the model's own.
+
+    `buckets`: decode batch sizes with a graph, ascending; None: powers of two on CUDA, none on the CPU, where padding
+    costs and a replay saves nothing. Raises ConfigError.
+    """
+    say: Progress = progress or (lambda what, done, total: None)
+    config = model.config
+    context = min(config.max_positions, max_context or config.max_positions)
+    max_blocks = -(-context // block_size)
+    if isinstance(ops, ExactOps):
+        if model.dtype is not torch.float32:
+            raise ConfigError(f"exact numerics need float32, not {model.dtype}", field="dtype")
+        say("checking numerics", 0, 1)
+        ops.settle(_weight_shapes(model), model.device)
+        say("checking numerics", 1, 1)
+    elif device.torch_device.type == "cpu" and model.dtype is torch.bfloat16 and can_pack():
+        say("packing weights", 0, 1)
+        ops.pack(_weights(model))
+        say("packing weights", 1, 1)
+    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, model.dtype)
+    on_cpu = device.torch_device.type == "cpu"
+    available = host_available() if on_cpu else cuda_available(device.torch_device)
+    count = plan_num_blocks(
+        shape,
+        available_bytes=available - _activation_bytes(model, max_tokens_per_step, max_num_seqs),
+        share=CPU_SHARE if on_cpu else CUDA_SHARE,
+        num_blocks=num_blocks,
+        cache_bytes=kv_cache_memory,
+        useful_blocks=(max_num_seqs + LIMBO_ROWS) * max_blocks,
+        blocks_per_sequence=max_blocks,
+    )
+    cache = KvCache(shape, count, lambda size, dtype: device.zeros(*size, dtype=dtype))
+    if buckets is None:
+        buckets = () if on_cpu else default_buckets(max_num_seqs)
+    graphs = GraphCache(buckets, context_buckets(context))
+    num_rows = max_num_seqs + LIMBO_ROWS
+    state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
+    attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
+    backend = make_backend(attention_backend, attention_shape, ops)
+    step = DeviceStep(model, backend, cache, state, graphs)
+    _warm_up(device, step, graphs, max_num_seqs, say)
+    info = ExecutorInfo(
+        model_id=model_id,
+        model_hash=model_hash,
+        vocab_size=config.vocab_size,
+        eos_ids=tuple(sorted(set(eos_ids))),
+        num_rows=num_rows,
+        max_num_seqs=max_num_seqs,
+        max_blocks_per_row=max_blocks,
+        block_size=block_size,
+        num_blocks=count,
+        max_tokens_per_step=max_tokens_per_step,
+        max_context=context,
+        buckets=tuple(buckets),
+        numerics=ops.name,
+        kv_dtype=_dtype_name(model.dtype),
+        features=FEATURES,
+        device=device.name,
+        dtype=_dtype_name(model.dtype),
+    )
+    log.info("%d KV blocks of %d tokens, %d bytes", count, block_size, count * shape.block_bytes)
+    return Runner(
+        info=info,
+        device=device,
+        step=step,
+        state=state,
+        graphs=graphs,
+        pipeline_depth=pipeline_depth,
+        staging_bytes=_staging_bytes(max_tokens_per_step, num_rows),
+        clock=clock,
+    )
+
+
+def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then every 8 to 64, every 32 to 256, every 64 beyond; at most max_num_seqs, which is one itself."""
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, max_num_seqs + 1, 64)}
+    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
+
+
+def _warm_up(device: Device, step: DeviceStep, graphs: GraphCache, max_num_seqs: int, say: Progress) -> None:
+    """Captures every graph, or runs decode steps of padding alone, so that the first real step finds all made."""
+    torch_device = device.torch_device
+
+    def capture() -> None:
+        graphs.capture_all(step.body, torch_device, lambda done, total: say("capturing graphs", done, total))
+
+    def run_padding() -> None:
+        for rows in sorted({1, min(8, max_num_seqs), max_num_seqs}):
+            idx = torch.full((rows,), -1, dtype=torch.int64, device=torch_device)
+            step.body(idx, GraphShape(rows, 1, True))
+
+    say("warming up", 0, 1)
+    device.enqueue(Stream.COMPUTE, run_padding)
+    device.enqueue(Stream.COMPUTE, capture)
+    device.synchronize()
+    if device.failure is not None:
+        raise ConfigError(f"warm-up failed: {device.failure}", field="device") from device.failure
+    say("warming up", 1, 1)
+
+
+def _weights(model: Model) -> Iterable[torch.Tensor]:
+    """Matrices the model multiplies with."""
+    if isinstance(model, Decoder):
+        for layer in model.weights.layers:
+            for name in LayerWeights.__slots__:
+                tensor = getattr(layer, name)
+                if tensor is not None and tensor.dim() == 2:
+                    yield tensor
+        yield model.weights.head
+
+
+def _weight_shapes(model: Model) -> set[tuple[int, int]]:
+    return {(weight.shape[0], weight.shape[1]) for weight in _weights(model)}
+
+
+def _activation_bytes(model: Model, max_tokens: int, max_num_seqs: int) -> int:
+    """An upper estimate of what one step takes beside weights and cache."""
+    config = model.config
+    width = 8 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_heads * config.head_dim
+    return max_tokens * width * model.dtype.itemsize + 6 * max_num_seqs * config.vocab_size * 4
+
+
+def _staging_bytes(max_tokens: int, num_rows: int) -> int:
+    """Room for the largest batch and the usual changes; larger ones take memory of their own."""
+    return 3 * 8 * max_tokens + 160 * num_rows + 64 * 1024
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

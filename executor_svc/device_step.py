@@ -1,0 +1,340 @@
+"""What a step does on the device. Everything here runs on the COMPUTE stream, in the plans' order."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from executor_svc.attention.base import Attend
+from executor_svc.attention.layout import AttentionBackend, DecodePart, PrefillPart, StepLayout
+from executor_svc.buffers import RowState
+from executor_svc.graph_cache import GraphCache, GraphShape
+from executor_svc.kv_cache import KvCache
+from executor_svc.models.config import ModelConfig
+from executor_svc.rows import RowNeeds
+from executor_svc.sampler import GREEDY, SamplePlan, commit, sample, top_logprobs
+
+# What OutputSlot's second line says of a row.
+FAILED, FINE, PADDING = 0, 1, 2
+
+# Sampling a captured graph does not contain.
+_BEYOND_GRAPH = RowNeeds.RANDOM | RowNeeds.FILTER | RowNeeds.PENALTIES | RowNeeds.BIAS | RowNeeds.MIN_TOKENS
+
+# Prompt positions whose logits are made at once.
+_PROMPT_PIECE = 64
+
+
+class Model(Protocol):
+    """What the runner needs of a model; executor_svc.models.decoder.Decoder is one."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(slots=True, eq=False)
+class RowChanges:
+    """Staged changes of row state, applied in the order of the fields. None: nothing of the kind. All on the device.
+
+    Admitted rows: rows, length, last_token int64 [n]; ints int64 [n, 2]; floats float32 [n, 6]. Tables: flat places
+    int64 [m] with blocks int32 [m]. Penalties: rows, then places (row * vocab + token) of prompt and output.
+    """
+
+    admit_rows: torch.Tensor | None = None
+    admit_length: torch.Tensor | None = None
+    admit_last: torch.Tensor | None = None
+    admit_ints: torch.Tensor | None = None
+    admit_floats: torch.Tensor | None = None
+    last_rows: torch.Tensor | None = None
+    last_tokens: torch.Tensor | None = None
+    table_places: torch.Tensor | None = None
+    table_blocks: torch.Tensor | None = None
+    penalty_rows: torch.Tensor | None = None
+    prompt_places: torch.Tensor | None = None
+    output_places: torch.Tensor | None = None
+    clean_blocks: torch.Tensor | None = None
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A prefill row: its place in the batch, its tokens in the step, its first position."""
+
+    at: int
+    first: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptWish:
+    """Prompt logprobs of one chunk: hidden states [first, first + count) of the step, the tokens they predict."""
+
+    at: int
+    first: int
+    targets: torch.Tensor
+    num_top: int
+
+
+@dataclass(slots=True, eq=False)
+class StepInputs:
+    """One step's batch on the device. B rows, T tokens; int64.
+
+    rows: [B]. Where every row decodes, the rest is None: one token per row. token_at: [T], batch place of each token;
+    token_ids, positions: [T], -1: the row's last token. last_at: [B], each row's last token of the step.
+    sampling: [S], batch places that sample; None: all. decode_tokens [D], decode_at [D]: places of decoding rows.
+    raw_tokens: [R], tokens of the step whose logits are wanted. context bounds what a decoding row attends to.
+    logprobs_at: [L], places among the sampling rows, each with num_top most likely tokens.
+    """
+
+    rows: torch.Tensor
+    context: int
+    sample_plan: SamplePlan = GREEDY
+    token_at: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    last_at: torch.Tensor | None = None
+    sampling: torch.Tensor | None = None
+    samples_any: bool = True
+    decode_tokens: torch.Tensor | None = None
+    decode_at: torch.Tensor | None = None
+    chunks: tuple[Chunk, ...] = ()
+    raw_tokens: torch.Tensor | None = None
+    logprobs_at: torch.Tensor | None = None
+    num_top: int = 0
+    prompts: tuple[PromptWish, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class StepOutputs:
+    """Results that are no part of the output slot, each in memory of its own, alive until the host has its copy."""
+
+    raw_logits: torch.Tensor | None = None
+    logprobs: tuple[torch.Tensor, ...] = ()
+    prompts: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+
+    def tensors(self) -> list[torch.Tensor]:
+        raw = [] if self.raw_logits is None else [self.raw_logits]
+        return [*raw, *self.logprobs, *(tensor for prompt in self.prompts for tensor in prompt)]
+
+
+class DeviceStep:
+    """Owner of what a step works with; stateless beside row state and cache."""
+
+    def __init__(
+        self, model: Model, attention: AttentionBackend, cache: KvCache, state: RowState, graphs: GraphCache
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._cache = cache
+        self._state = state
+        self._graphs = graphs
+        self._block_size = cache.shape.block_size
+
+    # ---------------------------------------------------------------------------------------------------- changes
+
+    def apply(self, changes: RowChanges) -> None:
+        """The scatter at the head of the step."""
+        state = self._state
+        rows = changes.admit_rows
+        if rows is not None:
+            assert changes.admit_length is not None and changes.admit_last is not None
+            assert changes.admit_ints is not None and changes.admit_floats is not None
+            state.length.index_copy_(0, rows, changes.admit_length)
+            state.last_token.index_copy_(0, rows, changes.admit_last)
+            state.ints.index_copy_(0, rows, changes.admit_ints)
+            state.floats.index_copy_(0, rows, changes.admit_floats)
+            state.dead.index_fill_(0, rows, False)
+            state.block_tables.index_fill_(0, rows, self._cache.null_block)
+        if changes.last_rows is not None and changes.last_tokens is not None:
+            state.last_token.index_copy_(0, changes.last_rows, changes.last_tokens)
+        if changes.table_places is not None and changes.table_blocks is not None:
+            state.flat_tables.index_copy_(0, changes.table_places, changes.table_blocks)
+        self._apply_penalties(changes)
+        if changes.clean_blocks is not None:
+            self._cache.data.index_fill_(2, changes.clean_blocks, 0.0)
+        for sources, targets in changes.copies:
+            self._cache.copy_blocks(sources, targets)
+
+    def _apply_penalties(self, changes: RowChanges) -> None:
+        if changes.penalty_rows is None and changes.prompt_places is None and changes.output_places is None:
+            return
+        counts, in_prompt = self._state.ensure_penalties()
+        if changes.penalty_rows is not None:
+            counts.index_fill_(0, changes.penalty_rows, 0)
+            in_prompt.index_fill_(0, changes.penalty_rows, False)
+        if changes.prompt_places is not None:
+            in_prompt.view(-1).index_fill_(0, changes.prompt_places, True)
+        if changes.output_places is not None:
+            ones = torch.ones_like(changes.output_places, dtype=torch.int32)
+            counts.view(-1).index_put_((changes.output_places,), ones, accumulate=True)
+
+    # -------------------------------------------------------------------------------------------------------- run
+
+    def run(self, inputs: StepInputs, slot: torch.Tensor, shape: GraphShape | None) -> StepOutputs:
+        """Computes the step; writes `slot`, int64 [2, >= B]. `shape`: of the graph to replay; None: eager."""
+        if shape is not None:
+            return self._run_graph(inputs, slot, shape)
+        rows = self._state.effective(inputs.rows)
+        if inputs.token_at is None:
+            hidden, status = self._forward_decode(rows, inputs.context)
+            return self._finish(inputs, slot, rows, hidden, hidden, status)
+        hidden, status = self._forward_mixed(inputs, rows)
+        assert inputs.last_at is not None
+        return self._finish(inputs, slot, rows, hidden, hidden.index_select(0, inputs.last_at), status)
+
+    def needs_beyond_graph(self, plan: SamplePlan) -> bool:
+        return bool(plan.needs & _BEYOND_GRAPH)
+
+    def body(self, idx: torch.Tensor, shape: GraphShape) -> tuple[torch.Tensor, ...]:
+        """What a graph holds. Returns tokens, status, logits, effective rows (tokens are 0 without sampling)."""
+        rows = self._state.effective(idx)
+        hidden, status = self._forward_decode(rows, shape.context)
+        logits = self._model.logits(hidden)
+        if not shape.with_sampling:
+            return status, status, logits, rows
+        tokens, status = self._choose(logits, rows, status, GREEDY)
+        return tokens, status, logits, rows
+
+    def _run_graph(self, inputs: StepInputs, slot: torch.Tensor, shape: GraphShape) -> StepOutputs:
+        found = self._graphs.find(shape.rows, shape.context, with_sampling=shape.with_sampling)
+        assert found is not None
+        count = inputs.rows.shape[0]
+        tokens, status, logits, rows = (t[:count] for t in found[1].replay(inputs.rows))
+        if not shape.with_sampling:
+            tokens, status = self._choose(logits, rows, status, inputs.sample_plan)
+        slot[0, :count].copy_(tokens)
+        slot[1, :count].copy_(status)
+        outputs = StepOutputs()
+        if inputs.raw_tokens is not None:
+            outputs.raw_logits = logits.index_select(0, inputs.raw_tokens)
+        self._add_logprobs(outputs, inputs, logits, tokens)
+        return outputs
+
+    def _forward_decode(self, rows: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """rows: effective [B]. Returns hidden [B, H] and status [B]."""
+        state = self._state
+        length = state.length.index_select(0, rows)
+        positions = length - 1
+        tables = self._tables(rows, context)
+        slots = self._slots(rows, positions)
+        layout = StepLayout(slots, DecodePart(None, tables, length, context), ())
+        attend = self._attention.begin(self._cache, layout)
+        hidden = self._model.forward(state.last_token.index_select(0, rows), positions, attend)
+        return hidden, self._status(hidden, rows)
+
+    def _forward_mixed(self, inputs: StepInputs, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self._state
+        assert inputs.token_at is not None and inputs.token_ids is not None and inputs.positions is not None
+        token_rows = rows.index_select(0, inputs.token_at)
+        length = state.length.index_select(0, token_rows)
+        tokens = torch.where(inputs.token_ids < 0, state.last_token.index_select(0, token_rows), inputs.token_ids)
+        positions = torch.where(inputs.positions < 0, length - 1, inputs.positions)
+        decode = None
+        if inputs.decode_at is not None:
+            decode_rows = rows.index_select(0, inputs.decode_at)
+            lengths = state.length.index_select(0, decode_rows)
+            tables = self._tables(decode_rows, inputs.context)
+            decode = DecodePart(inputs.decode_tokens, tables, lengths, inputs.context)
+        prefills = tuple(
+            PrefillPart(c.first, c.count, c.start, self._tables(rows[c.at : c.at + 1], c.start + c.count)[0])
+            for c in inputs.chunks
+        )
+        layout = StepLayout(self._slots(token_rows, positions), decode, prefills)
+        hidden = self._model.forward(tokens, positions, self._attention.begin(self._cache, layout))
+        bad = torch.zeros(rows.shape[0], dtype=torch.float32, device=rows.device)
+        bad.index_add_(0, inputs.token_at, (~_is_finite(hidden)).float())
+        return hidden, torch.where(rows == state.pad_row, PADDING, torch.where(bad > 0, FAILED, FINE))
+
+    def _finish(
+        self,
+        inputs: StepInputs,
+        slot: torch.Tensor,
+        rows: torch.Tensor,
+        hidden: torch.Tensor,
+        last: torch.Tensor,
+        status: torch.Tensor,
+    ) -> StepOutputs:
+        """last: [B, H], each row's last hidden state; hidden: [T, H]."""
+        count = rows.shape[0]
+        outputs = StepOutputs()
+        sampling = inputs.sampling
+        if not inputs.samples_any:
+            self._mark_dead(rows, status)
+            slot[0, :count].fill_(0)
+            slot[1, :count].copy_(status)
+        elif sampling is None:
+            logits = self._model.logits(last)
+            tokens, status = self._choose(logits, rows, status, inputs.sample_plan)
+            slot[0, :count].copy_(tokens)
+            slot[1, :count].copy_(status)
+            self._add_logprobs(outputs, inputs, logits, tokens)
+        else:
+            self._mark_dead(rows, status)
+            logits = self._model.logits(last.index_select(0, sampling))
+            tokens, chosen_status = self._choose(
+                logits, rows.index_select(0, sampling), status.index_select(0, sampling), inputs.sample_plan
+            )
+            slot[0].index_copy_(0, sampling, tokens)
+            slot[1, :count].copy_(status.index_copy(0, sampling, chosen_status))
+            self._add_logprobs(outputs, inputs, logits, tokens)
+        if inputs.raw_tokens is not None:
+            outputs.raw_logits = self._model.logits(hidden.index_select(0, inputs.raw_tokens))
+        for wish in inputs.prompts:
+            outputs.prompts.append(self._prompt_logprobs(wish, hidden))
+        return outputs
+
+    # ------------------------------------------------------------------------------------------------------ parts
+
+    def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        num_blocks = -(-context // self._block_size)
+        return self._state.block_tables[:, :num_blocks].index_select(0, rows).to(torch.int64)
+
+    def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where each token's keys and values go; the sink for padding."""
+        state, size = self._state, self._block_size
+        places = rows * state.block_tables.shape[1] + positions // size
+        blocks = state.flat_tables.index_select(0, places).to(torch.int64)
+        blocks = torch.where(rows == state.pad_row, self._cache.sink_block, blocks)
+        return blocks * size + positions % size
+
+    def _status(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows == self._state.pad_row, PADDING, torch.where(_is_finite(hidden), FINE, FAILED))
+
+    def _mark_dead(self, rows: torch.Tensor, status: torch.Tensor) -> None:
+        self._state.dead.index_copy_(0, rows, status == FAILED)
+
+    def _choose(
+        self, logits: torch.Tensor, rows: torch.Tensor, status: torch.Tensor, plan: SamplePlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples and makes the tokens the rows' next inputs. Returns tokens and the final status."""
+        status = torch.where((status == FINE) & ~_is_finite(logits), FAILED, status)
+        self._mark_dead(rows, status)
+        tokens = sample(logits, rows, self._state, plan)
+        commit(tokens, rows, self._state, plan)
+        return tokens, status
+
+    def _add_logprobs(
+        self, outputs: StepOutputs, inputs: StepInputs, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        if inputs.logprobs_at is not None:
+            at = inputs.logprobs_at
+            outputs.logprobs = top_logprobs(logits.index_select(0, at), tokens.index_select(0, at), inputs.num_top)
+
+    def _prompt_logprobs(self, wish: PromptWish, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pieces = []
+        for begin in range(0, wish.targets.shape[0], _PROMPT_PIECE):
+            targets = wish.targets[begin : begin + _PROMPT_PIECE]
+            first = wish.first + begin
+            logits = self._model.logits(hidden[first : first + targets.shape[0]])
+            pieces.append(top_logprobs(logits, targets, wish.num_top))
+        return tuple(torch.cat(columns) for columns in zip(*pieces, strict=True))
+
+
+def _is_finite(values: torch.Tensor) -> torch.Tensor:
+    """bool [N] for [N, M]: one pass; a sum is finite when its terms are, short of overflow, which is no good either."""
+    return values.sum(-1, dtype=torch.float32).isfinite()

@@ -1,0 +1,177 @@
+"""Choosing tokens, on the device, within the step, without asking the device anything.
+
+Every operation works on each row by itself, so a token depends on its row's logits and parameters alone. Randomness is
+a function of (seed, position, purpose): no generator has a state that company or order could change.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from executor_svc.buffers import FREQUENCY, MIN_P, PRESENCE, REPETITION, SEED, TEMPERATURE, TOP_K, TOP_P, RowState
+from executor_svc.rows import HostRow, RowNeeds
+
+# Purposes of random numbers; a further use of randomness takes a further number.
+PURPOSE_SAMPLE: Final = 0
+
+# SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), as signed int64.
+_GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX2: Final = 0x94D049BB133111EB - (1 << 64)
+_PURPOSE: Final = 0xD1B54A32D192ED03 - (1 << 64)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
+    """seeds, positions: int64 [N]. Returns float64 [N] in [0, 1), 53 bits."""
+    stream = _mix(seeds + _wrap(_PURPOSE * (purpose + 1)))
+    bits = _mix(stream + (positions + 1) * _GOLDEN)
+    return _shift(bits, 11).to(torch.float64) * (1.0 / (1 << 53))
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ _shift(z, 30)) * _MIX1
+    z = (z ^ _shift(z, 27)) * _MIX2
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical shift to the right; torch's is arithmetic."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _wrap(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def seed_to_int64(seed: int) -> int:
+    """A uint64 seed as the int64 with the same bits."""
+    return _wrap(seed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRow:
+    """A sampling row that needs more than arithmetic on columns. `at`: its place among the sampling rows.
+
+    `mask_stops`: the row is under its min_tokens.
+    """
+
+    at: int
+    row: HostRow
+    mask_stops: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplePlan:
+    """What this step's sampling must do, known to the host. `needs`: of all rows together."""
+
+    needs: RowNeeds
+    special: tuple[SampleRow, ...] = ()
+
+
+GREEDY: Final = SamplePlan(RowNeeds.NONE)
+
+
+def sample(logits: torch.Tensor, rows: torch.Tensor, state: RowState, plan: SamplePlan) -> torch.Tensor:
+    """Chooses a token for each row. Leaves `logits` as they are.
+
+    logits: float32 [N, vocab], of the model; rows: int64 [N], effective. Returns int64 [N]. Rows whose logits are not
+    finite get an arbitrary token.
+    """
+    needs = plan.needs
+    if needs & RowNeeds.PENALTIES:
+        logits = _penalise(logits, rows, state)
+    if plan.special:
+        logits = logits.clone()
+        for special in plan.special:
+            _apply_special(logits[special.at], special)
+    greedy = logits.argmax(-1)
+    if not needs & RowNeeds.RANDOM:
+        return greedy
+    floats = state.floats.index_select(0, rows)
+    ints = state.ints.index_select(0, rows)
+    temperature = floats[:, TEMPERATURE]
+    is_random = temperature > 0
+    scaled = logits / torch.where(is_random, temperature, 1.0)[:, None]
+    draw = uniform(ints[:, SEED], state.length.index_select(0, rows), PURPOSE_SAMPLE)
+    if needs & RowNeeds.FILTER:
+        chosen = _draw_filtered(scaled, draw, ints[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
+    else:
+        chosen = _draw(scaled.softmax(-1), draw)
+    return torch.where(is_random, chosen, greedy)
+
+
+def _draw(weights: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    """Inverts the cumulative sum: the first index at which it passes draw * total."""
+    total = weights.cumsum(-1, dtype=torch.float64)
+    # Scaled by the sum itself, so that rounding can not lead past the last index with weight.
+    target = draw[:, None] * total[:, -1:]
+    return torch.searchsorted(total, target, right=True).clamp_(max=weights.shape[-1] - 1)[:, 0]
+
+
+def _draw_filtered(
+    scaled: torch.Tensor, draw: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """top-k, then top-p within it, then min-p. Ties are kept in the order of ids, so that k means k."""
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    ordered = ordered.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), float("-inf"))
+    weights = ordered.softmax(-1)
+    # A token stays as long as those before it have not reached top_p; the first always does.
+    before = weights.cumsum(-1, dtype=torch.float64) - weights
+    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
+    dropped |= weights < min_p[:, None] * weights[:, :1]
+    weights = weights.masked_fill(dropped, 0.0)
+    return ids.gather(-1, _draw(weights, draw)[:, None])[:, 0]
+
+
+def _penalise(logits: torch.Tensor, rows: torch.Tensor, state: RowState) -> torch.Tensor:
+    """Repetition over prompt and output; presence and frequency over output."""
+    counts, in_prompt = state.ensure_penalties()
+    floats = state.floats.index_select(0, rows)
+    count = counts.index_select(0, rows)
+    seen = (count > 0) | in_prompt.index_select(0, rows)
+    repetition = floats[:, REPETITION, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    return logits - count * floats[:, FREQUENCY, None] - (count > 0) * floats[:, PRESENCE, None]
+
+
+def _apply_special(logits: torch.Tensor, special: SampleRow) -> None:
+    """Bias, allowed ids and min_tokens of one row, in place. logits: [vocab]."""
+    row = special.row
+    if row.bias_ids is not None and row.bias_values is not None:
+        logits.index_add_(0, row.bias_ids, row.bias_values)
+    if row.allowed_ids is not None:
+        allowed = logits.index_select(0, row.allowed_ids)
+        logits.fill_(float("-inf"))
+        logits.index_copy_(0, row.allowed_ids, allowed)
+    if special.mask_stops and row.masked_ids is not None:
+        logits.index_fill_(0, row.masked_ids, float("-inf"))
+
+
+def commit(tokens: torch.Tensor, rows: torch.Tensor, state: RowState, plan: SamplePlan) -> None:
+    """Makes the tokens the next step's inputs. tokens, rows: int64 [N]; padding stays as it is."""
+    is_pad = rows == state.pad_row
+    length = state.length.index_select(0, rows)
+    state.last_token.index_copy_(0, rows, torch.where(is_pad, 0, tokens))
+    state.length.index_copy_(0, rows, torch.where(is_pad, length, length + 1))
+    if plan.needs & RowNeeds.PENALTIES and state.output_counts is not None:
+        flat = state.output_counts.view(-1)
+        places = rows * state.output_counts.shape[1] + tokens
+        flat.index_put_((places,), torch.ones_like(places, dtype=torch.int32), accumulate=True)
+
+
+def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """logits: float32 [N, vocab], of the model; chosen: int64 [N].
+
+    Returns log-softmax of the chosen [N], ids [N, num_top] int64 and values [N, num_top], most likely first.
+    """
+    logprobs = logits.log_softmax(-1)
+    picked = logprobs.gather(-1, chosen[:, None])[:, 0]
+    if num_top == 0:
+        none = logits.new_zeros(logits.shape[0], 0)
+        return picked, none.to(torch.int64), none
+    values, ids = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
+    return picked, ids, values
