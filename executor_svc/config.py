@@ -15,7 +15,9 @@ class ExecutorConfig(ServiceConfig):
     listen: Listen = Field(
         default="127.0.0.1:50052", description="where the scheduler connects: host:port or unix:path"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N; auto: a GPU if any"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="of weights and KV cache; auto: float32 on the CPU and in exact mode, else the model's",
