@@ -20,7 +20,7 @@ class ExecutorConfig(ServiceConfig):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="of weights and KV cache; auto: float32 on the CPU and in exact mode, else the model's",
+        description="auto: float32 in exact mode, bfloat16 on a CPU that multiplies it, else the model's own",
     )
     numerics: Literal["exact", "fast"] = Field(
         default="fast", description="exact: tokens do not depend on batch, chunks, cache or restarts"
@@ -31,9 +31,7 @@ class ExecutorConfig(ServiceConfig):
     max_num_seqs: int = Field(default=64, ge=1, description="sequences in one step, at most")
     max_tokens_per_step: int = Field(default=2048, ge=1, description="tokens in one step, at most")
     max_context: int = Field(default=0, ge=0, description="prompt and completion together, tokens; 0: the model's own")
-    attention_backend: str = Field(
-        default="auto", description="which paged attention runs; auto: the best for the device"
-    )
+    attention_backend: str = Field(default="auto", description="auto, torch or exact; auto: what suits numerics")
     threads: int = Field(
         default=0, ge=0, description="compute threads on the CPU; 0: what host, cgroup and affinity give"
     )
