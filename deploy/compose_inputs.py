@@ -4,14 +4,13 @@ import contextlib
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from deploy.compose_stack import ROOT, CommandFailed, docker
+from deploy.torch_wheels import local_wheels
 
 JAEGER: Final = "jaegertracing/jaeger:2.20.0"
 
@@ -81,10 +80,7 @@ def _is_standin() -> bool:
 def local_torch(report: Report) -> Iterator[None]:
     """Lends deploy/wheels/cpu a locally configured wheel of torch that fits the images' Python, if there is one."""
     folder = ROOT / "deploy" / "wheels" / "cpu"
-    listed = subprocess.run(
-        [sys.executable, "-P", str(ROOT / "deploy" / "torch_wheels.py")], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    fitting = [Path(path) for path in listed if "-cp311-" in path]
+    fitting = local_wheels("cp311")
     if any(folder.glob("torch-*.whl")) or not fitting:
         yield
         return

@@ -75,11 +75,13 @@ def test_cpu_wheels_come_newest_first_and_never_a_cuda_build(tmp_path: Path) -> 
     (tmp_path / "torch-nightly.whl").touch()
     missing = tmp_path / "missing"
 
-    on_linux = cpu_wheels([missing, tmp_path], plain_is_cpu=False)
+    on_linux = cpu_wheels([missing, tmp_path], "cp311", plain_is_cpu=False)
     assert [path.name.split("-")[1] for path in on_linux] == ["2.13.0+cpu", "2.11.0+cpu"]
 
-    elsewhere = cpu_wheels([tmp_path], plain_is_cpu=True)
+    elsewhere = cpu_wheels([tmp_path], "cp311", plain_is_cpu=True)
     assert [path.name.split("-")[1] for path in elsewhere] == ["2.13.0+cpu", "2.13.0", "2.11.0+cpu"]
+
+    assert cpu_wheels([tmp_path], "cp313", plain_is_cpu=False) == []
 
 
 def test_requirements_leave_out_the_project_itself() -> None:
