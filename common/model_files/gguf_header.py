@@ -83,7 +83,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             return _parse(path, buffer)
     except OSError as error:
         raise ModelError(f"{path}: can not be read: {error.strerror}") from error
-    except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
+    except (struct.error, ValueError, KeyError, OverflowError, MemoryError, RecursionError) as error:
         raise ModelError(f"{path}: truncated or damaged GGUF file ({error})") from error
 
 

@@ -51,7 +51,7 @@ def read_safetensors_header(path: Path) -> SafetensorsHeader:
     try:
         entries = json.loads(raw)
         tensors, end = _tensors(entries)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{path}: not a safetensors file (header: {error})") from error
     if end + 8 + length != size:
         state = "truncated" if end + 8 + length > size else "longer than its header says"
@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{path}: can not be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object, not {type(value).__name__}")
