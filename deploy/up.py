@@ -6,10 +6,11 @@ address.
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -81,6 +82,30 @@ def call_address(bound: str) -> str:
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else bound
 
 
+class LogLines:
+    """What the services write, one line after the other; held back while an answer is being written."""
+
+    def __init__(self) -> None:
+        self._held: list[str] | None = None
+
+    def write(self, name: str, line: str) -> None:
+        text = f"{name:<9} | {printable(line)}"
+        if self._held is None:
+            err(text)
+        else:
+            self._held.append(text)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for text in held:
+                err(text)
+
+
 class _Up:
     """Addresses, commands and probes of one run. `directory`: private, gone at the end."""
 
@@ -95,6 +120,7 @@ class _Up:
         for file in (self.scheduler_file, self.executor_file):
             file.unlink(missing_ok=True)  # one left by an earlier run would be taken for this one's
         self._executor_listen = self._choose_executor_listen(directory)
+        self.log = LogLines()
         self._clients: dict[str, AsyncClient] = {}
 
     def _choose_executor_listen(self, directory: Path) -> str:
@@ -176,8 +202,8 @@ async def _serve(up: _Up, options: UpOptions) -> int:
         Service("executor", up.executor_command, up.executor_ready, up.executor.config.drain_s + KILL_MARGIN_S),
         Service("scheduler", up.scheduler_command, up.scheduler_ready, up.scheduler.config.drain_s + KILL_MARGIN_S),
         bound=up.executor_bound,
-        lines=lambda name, line: err(f"{name:<9} | {printable(line)}"),
-        note=lambda text: err(f"up        | {text}"),
+        lines=up.log.write,
+        note=lambda text: up.log.write("up", text),
         ready_s=options.ready_s,
         policy=RestartPolicy(),
     )
@@ -211,7 +237,7 @@ async def _first_answer(up: _Up, options: UpOptions) -> None:
     async with AsyncClient(up.public_address(), token=token) as client:
         info = await client.model_info(deadline=30)
         if not info.has_tokenizer:
-            err("up        | the model has no tokenizer: no first prompt")
+            up.log.write("up", "the model has no tokenizer: no first prompt")
             return
         err(f"\n> {options.first_prompt}")
         loop = asyncio.get_running_loop()
@@ -226,14 +252,15 @@ async def _first_answer(up: _Up, options: UpOptions) -> None:
             else client.generate(options.first_prompt, max_tokens=options.first_max_tokens, temperature=0.0)
         )
         async with stream:
-            async for event in stream:
-                if isinstance(event, Delta):
-                    write_answer(event.text)
-                elif isinstance(event, Finished):
-                    write_answer("\n")
-                    seconds = loop.time() - begun
-                    count = event.usage.completion_tokens
-                    err(f"({count} tokens in {seconds:.2f} s, {event.reason})\n")
+            with up.log.held():
+                async for event in stream:
+                    if isinstance(event, Delta):
+                        write_answer(event.text)
+                    elif isinstance(event, Finished):
+                        write_answer("\n")
+                        seconds = loop.time() - begun
+                        count = event.usage.completion_tokens
+                        err(f"({count} tokens in {seconds:.2f} s, {event.reason})\n")
 
 
 def how_to_call(address: str, config: SchedulerConfig) -> str:

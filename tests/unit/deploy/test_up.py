@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from deploy.up import _Up, call_address, how_to_call, route_flags
+from deploy.up import LogLines, _Up, call_address, how_to_call, route_flags
 from scheduler_svc.config import SchedulerConfig
 
 
@@ -76,3 +76,12 @@ def test_how_to_call_names_the_address() -> None:
     assert "stepwire chat --address 127.0.0.1:5" in text and "grpcurl -plaintext" in text and "Ctrl-C" in text
     assert "-unix /x" in how_to_call("unix:/x", SchedulerConfig())
     assert "Bearer" in how_to_call("a:1", SchedulerConfig(auth_tokens_file=Path("t")))
+
+
+def test_lines_wait_while_an_answer_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    log = LogLines()
+    log.write("executor", "one")
+    with log.held():
+        log.write("scheduler", "two")
+        assert capsys.readouterr().err == "executor  | one\n"
+    assert capsys.readouterr().err == "scheduler | two\n"
