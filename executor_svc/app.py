@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common.config import EXIT_CONFIG
 from common.errors import ConfigError, ModelError
 from common.grpc_options import PRIVATE_MAX_MESSAGE_BYTES, server_options
 from executor_svc.servicer import SERVICE_NAME, ExecutorServicer
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
-EXIT_CONFIG: Final = 2  # starting again can not help
 
 # A waking thread otherwise waits up to 5 ms for the GIL beside pure-Python work.
 SWITCH_INTERVAL_S: Final = 1e-4

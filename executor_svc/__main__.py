@@ -1,0 +1,64 @@
+"""`python -P -m executor_svc`: the executor process. Flags: see executor_svc/config.py or --help."""
+
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+import common
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 0 after a drain, EXIT_CONFIG when starting again can not help, else 1."""
+    if Path(common.__file__ or "").resolve().parent != Path(__file__).resolve().parent.parent / "common":
+        sys.stderr.write(
+            f"stepwire executor: the package `common` comes from {common.__file__}, not from this checkout: start it "
+            "with `python -P` in an environment of its own\n"
+        )
+        return 2
+    import uvloop
+
+    from common.config import EXIT_CONFIG, load_config
+    from common.errors import ConfigError
+    from executor_svc.app import ServeOptions, serve
+    from executor_svc.config import ExecutorConfig
+    from executor_svc.environment import prepare_environment
+    from executor_svc.session import SessionLimits
+    from executor_svc.step_executor import StepExecutor
+    from executor_svc.tracing import build_sink
+
+    try:
+        loaded = load_config(ExecutorConfig, argv)
+    except ConfigError as error:
+        sys.stderr.write(f"stepwire executor: {error.message}\n")
+        return EXIT_CONFIG
+    config = loaded.config
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s executor %(levelname)s %(message)s", stream=sys.stderr
+    )
+    logging.getLogger(__name__).info("%s", loaded.listing())
+    prepare_environment(config.numerics)
+    limits = SessionLimits(lease_ns=int(config.lease_s * 1e9))
+
+    def build() -> StepExecutor:
+        from executor_svc.assemble import LogProgress, build_executor  # torch: not before the port is bound
+
+        return build_executor(config, limits.max_pipeline_depth, LogProgress())
+
+    options = ServeOptions(config.listen, config.drain_s, config.address_file, limits)
+    sink = build_sink(config.otlp_endpoint)
+    try:
+        return uvloop.run(serve(options, build, sink))
+    finally:
+        if sink is not None:
+            sink.shutdown()
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    if any(thread.daemon for thread in threading.enumerate()):
+        # A load or a device step that nobody waits for any more must not hold or crash the interpreter's end.
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)

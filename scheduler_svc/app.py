@@ -1,0 +1,157 @@
+"""The scheduler process: core, engine loop, api worker and public server on one event loop.
+
+The pieces that depend on the model are given to `serve`; scheduler_svc/__main__.py loads them, tests bring their own.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from common.clock import SystemClock
+from common.config import EXIT_CONFIG
+from common.errors import ConfigError
+from scheduler_svc.api.auth import read_tokens
+from scheduler_svc.api.listen import TlsFiles
+from scheduler_svc.api.served_model import ServedModel, TextTokenizer
+from scheduler_svc.api.server import ApiOptions, ApiServer, build_server
+from scheduler_svc.api.worker import ApiWorker
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.engine_loop import EngineLoop, EngineOptions
+from scheduler_svc.executor_client import StreamOptions
+from scheduler_svc.executor_driver import DriverOptions
+from scheduler_svc.tracing import Tracing
+
+log = logging.getLogger(__name__)
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+# After a drain every request is over; calls that only still write their last message get this long.
+LAST_WRITES_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What depends on the model. `tokenizer` None: token ids only."""
+
+    model: ServedModel
+    tokenizer: TextTokenizer | None
+    tracing: Tracing = field(default_factory=Tracing)
+    stream: StreamOptions = field(default_factory=StreamOptions)
+    version: str = ""
+
+
+async def serve(config: SchedulerConfig, parts: Parts) -> int:
+    """Runs the scheduler until SIGTERM, SIGINT or its death; returns the exit status."""
+    clock = SystemClock()
+    core = Scheduler(core_config(config))
+    driver = DriverOptions(secrets.token_bytes(16), config.pipeline_depth, parts.stream)
+    options = EngineOptions(config.executors, driver, parts.model.model_hash)
+    engine = EngineLoop(core, options, clock, parts.tracing.observer)
+    worker = ApiWorker(clock)
+    worker.connect(engine.add_worker(worker))
+    try:
+        server = build_server(
+            api_options(config, parts.version),
+            worker,
+            parts.tokenizer,
+            parts.model,
+            parts.tracing.interceptors,
+            parts.tracing.request_tracer,
+            is_alive=engine.is_alive,
+            spans_dropped=lambda: parts.tracing.dropped,
+        )
+    except ConfigError as error:
+        log.error("%s", error.message)
+        return EXIT_CONFIG
+    return await _run(config, engine, server)
+
+
+async def _run(config: SchedulerConfig, engine: EngineLoop, server: ApiServer) -> int:
+    stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    _stop_on_signals(stop)
+    await server.start()
+    address = bound_address(config.listen, server.port)
+    log.info("listening on %s, executors: %s", address, ", ".join(config.executors))
+    if config.address_file is not None:
+        write_address(config.address_file, address)
+    engine.start()
+    gc.collect()
+    gc.freeze()
+    await _first_of(stop, engine.failed)
+    if engine.failed.done():
+        log.critical("the core is dead: %r", engine.failed.result())
+        await server.stop(None)
+        await engine.stop()
+        return EXIT_FAILED
+    log.info("draining for at most %.1f s: %s", config.drain_s, stop.result())
+    if unfinished := await engine.drain(config.drain_s):
+        log.warning("%d requests were ended unfinished", unfinished)
+    await server.stop(LAST_WRITES_S)
+    await engine.stop()
+    return EXIT_FAILED if engine.failed.done() else EXIT_OK
+
+
+def core_config(config: SchedulerConfig) -> CoreConfig:
+    return CoreConfig(
+        pipeline_depth=config.pipeline_depth,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        enable_prefix_cache=config.enable_prefix_cache,
+        policy=config.policy,
+    )
+
+
+def api_options(config: SchedulerConfig, version: str) -> ApiOptions:
+    """Raises ConfigError for a tokens file that can not be read."""
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
+    return ApiOptions(
+        listen=config.listen,
+        max_message_bytes=config.max_message_bytes,
+        tls=tls,
+        auth_tokens=read_tokens(config.auth_tokens_file) if config.auth_tokens_file is not None else (),
+        slow_reader_s=config.slow_reader_s,
+        drain_s=config.drain_s,
+        version=version,
+    )
+
+
+def bound_address(listen: str, port: int) -> str:
+    """What was really bound, for `listen` with port 0."""
+    return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def write_address(path: Path, address: str) -> None:
+    """All at once, so that a reader never sees a part of it."""
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(address + "\n")
+    draft.replace(path)
+
+
+def _stop_on_signals(stop: "asyncio.Future[str]") -> None:
+    """The first signal asks to drain, a second one leaves at once."""
+
+    def on_signal(number: int) -> None:
+        if stop.done():
+            log.warning("second signal: leaving at once")
+            os._exit(128 + number)
+        stop.set_result(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+
+
+async def _first_of(*futures: "asyncio.Future[Any]") -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
