@@ -1,0 +1,256 @@
+"""The worker between calls and core: what is sent, exactly when, and that nothing is left behind."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from common.clock import ManualClock
+from common.errors import DuplicateRequest, Overloaded, RequestAborted, SlowReader, StepwireError, Unavailable
+from common.messages import Sampling, u32
+from scheduler_svc.api.stream import RequestStream
+from scheduler_svc.api.worker import MAX_WATCH_BACKLOG, ApiWorker
+from scheduler_svc.messages import (
+    WORKER_SHIFT,
+    Cancel,
+    CoreState,
+    Drain,
+    Ended,
+    Finish,
+    FinishReason,
+    StepSeen,
+    Submit,
+    WatchSteps,
+)
+from scheduler_svc.text_cursor import TextCursor
+from scheduler_svc.token_stream import StreamLimits, StreamWants, TokenStream
+from tests.unit.api.fakes import EOS, ByteDecoder, FakeCore, batch
+
+PROMPT = u32([1, 2, 3])
+LIMITS = StreamLimits(slow_reader_ns=10_000_000_000)
+
+
+def run(test: Callable[[ApiWorker, FakeCore, ManualClock], Coroutine[Any, Any, None]]) -> None:
+    async def limited() -> None:
+        clock = ManualClock()
+        worker = ApiWorker(clock, worker_id=3, answer_timeout_s=0.05)
+        async with asyncio.timeout(10):
+            await test(worker, FakeCore(worker), clock)
+
+    asyncio.run(limited())
+
+
+def opened(worker: ApiWorker, request_id: str = "r", stops: tuple[str, ...] = ()) -> RequestStream:
+    submit = Submit(worker.next_key(), request_id, PROMPT, Sampling(seed=1, max_tokens=0), 0)
+    return worker.open(submit, TokenStream(StreamWants(PROMPT, TextCursor(ByteDecoder(), stops), 258), LIMITS))
+
+
+def test_keys_carry_the_worker_and_are_never_reused() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        keys = [worker.next_key() for _ in range(100)]
+        assert len(set(keys)) == 100 and {key >> WORKER_SHIFT for key in keys} == {3}
+
+    run(test)
+
+
+def test_one_batch_reaches_every_stream_with_its_own_tokens() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        streams = [opened(worker, f"r{i}") for i in range(3)]
+        for stream in streams:
+            await worker.wait_accepted(stream)
+        waiting = [asyncio.ensure_future(stream.next()) for stream in streams]
+        await asyncio.sleep(0)
+        entries = [(stream.key, data, 0) for stream, data in zip(streams, (b"a", b"bc", b"d"), strict=True)]
+        core.tell(batch([*entries, (999, b"stranger", 0)]))
+        assert [piece.text for piece in await asyncio.gather(*waiting)] == ["a", "bc", "d"]
+
+    run(test)
+
+
+def test_a_finished_request_is_not_cancelled() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        stream = opened(worker)
+        core.emit(stream.key, [EOS], FinishReason.EOS)
+        assert (await stream.next()).completion is not None
+        worker.close(stream)
+        worker.close(stream)
+        assert core.of(Cancel) == [] and worker.num_streams == 0
+
+    run(test)
+
+
+def test_an_unfinished_request_is_cancelled_exactly_once() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        stream = opened(worker)
+        await worker.wait_accepted(stream)
+        core.emit(stream.key, b"abc")
+        worker.close(stream)
+        worker.close(stream)
+        core.emit(stream.key, b"late tokens of a step in flight")
+        core.tell(Ended(stream.key, RequestAborted("late")))
+        assert core.of(Cancel) == [Cancel(stream.key)] and worker.num_streams == 0
+
+    run(test)
+
+
+def test_a_stop_string_frees_the_row_at_once_even_if_nobody_reads() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        stream = opened(worker, stops=("stop",))
+        core.emit(stream.key, b"go, s")
+        core.emit(stream.key, b"top!")
+        assert core.of(Finish) == [Finish(stream.key, 8, FinishReason.STOP_STRING)]
+        core.emit(stream.key, b"late")
+        piece = await stream.next()
+        assert piece.text == "go, " and piece.completion is not None and piece.completion.completion_tokens == 8
+        worker.close(stream)
+        assert core.of(Cancel) == [] and len(core.of(Finish)) == 1
+
+    run(test)
+
+
+def test_a_stalled_reader_is_cancelled_in_the_core() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        slow, fast = opened(worker, "slow"), opened(worker, "fast")
+        for second in range(11):
+            core.tell(batch([(slow.key, b"x", 0), (fast.key, b"y", 0)]))
+            assert (await fast.next()).text == "y"
+            assert core.of(Cancel) == ([Cancel(slow.key)] if second == 10 else [])
+            clock.advance_ns(1_000_000_000)
+        with pytest.raises(SlowReader):
+            await slow.next()
+        worker.close(slow)
+        assert len(core.of(Cancel)) == 1
+
+    run(test)
+
+
+def test_the_sweep_ends_a_stalled_reader_when_no_more_tokens_come() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        running, over = opened(worker, "running"), opened(worker, "over")
+        core.emit(running.key, b"x")
+        core.emit(over.key, [EOS], FinishReason.EOS)
+        clock.advance_ns(10_000_000_000)
+        worker.check_readers()
+        assert core.of(Cancel) == [Cancel(running.key)], "what is over needs no cancel"
+        for stream in (running, over):
+            with pytest.raises(SlowReader):
+                await stream.next()
+
+    run(test)
+
+
+def test_refusals_reach_the_caller() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        first = opened(worker, "same")
+        await worker.wait_accepted(first)
+        second = opened(worker, "same")
+        with pytest.raises(DuplicateRequest):
+            await worker.wait_accepted(second)
+        worker.close(second)
+        core.emit(first.key, b"unharmed")
+        assert (await first.next()).text == "unharmed"
+        core.full = Overloaded("full")
+        with pytest.raises(Overloaded):
+            opened(worker, "third")
+        assert worker.num_streams == 1 and core.of(Cancel) == []
+
+    run(test)
+
+
+def test_a_core_that_does_not_answer_is_unavailable() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        core.mute = True
+        stream = opened(worker)
+        for waiting in (worker.wait_accepted(stream), worker.stats(), worker.abort("x"), worker.drain(0)):
+            with pytest.raises(Unavailable):
+                await waiting
+        worker.close(stream)
+        assert core.of(Cancel) == [Cancel(stream.key)], "it may still have been accepted"
+
+    run(test)
+
+
+def test_abort_matches_exactly_and_twice_is_harmless() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        one, ten = opened(worker, "req-1"), opened(worker, "req-10")
+        assert await worker.abort("req-1") is True
+        assert await worker.abort("req-1") is False
+        assert await worker.abort("req") is False
+        with pytest.raises(RequestAborted):
+            await one.next()
+        core.emit(ten.key, b"alive")
+        assert (await ten.next()).text == "alive"
+        worker.close(one)
+        assert core.of(Cancel) == [], "an ended request needs no cancel"
+
+    run(test)
+
+
+def test_a_cancelled_caller_leaves_no_waiting_call_behind() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        core.mute = True
+        asking = asyncio.ensure_future(worker.stats(timeout_s=10))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        core.mute = False
+        assert (await worker.stats()).running == 0
+
+    run(test)
+
+
+def seen(step_id: int) -> StepSeen:
+    return StepSeen("e", 1, step_id, 1, 0, 1, 0, 9, 0, 0, 0, 0, 0)
+
+
+def test_watching_is_on_only_while_somebody_watches() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        first, second = worker.open_watch(), worker.open_watch()
+        core.tell(seen(1))
+        worker.close_watch(first)
+        worker.close_watch(first)
+        assert core.of(WatchSteps) == [WatchSteps(3, True)]
+        assert await second.next() == (0, seen(1))
+        worker.close_watch(second)
+        assert core.of(WatchSteps) == [WatchSteps(3, True), WatchSteps(3, False)]
+
+    run(test)
+
+
+def test_a_slow_watcher_is_told_what_it_lost() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        watch = worker.open_watch()
+        for step_id in range(MAX_WATCH_BACKLOG + 5):
+            core.tell(seen(step_id))
+        got = [await watch.next() for _ in range(MAX_WATCH_BACKLOG)]
+        assert [skipped for skipped, _ in got] == [0] * MAX_WATCH_BACKLOG
+        core.tell(seen(5000))
+        assert await watch.next() == (5, seen(5000))
+
+    run(test)
+
+
+def test_state_and_drain() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        states: list[CoreState] = []
+        worker.on_state(states.append)
+        opened(worker)
+        assert await worker.drain(5) == 1
+        assert core.of(Drain) == [Drain(1, 3, 5)]
+        assert states[-1].draining and worker.state.draining
+
+    run(test)
+
+
+def test_errors_before_acceptance_are_not_lost() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        core.mute = True
+        stream = opened(worker)
+        error: StepwireError = Unavailable("gone")
+        core.tell(Ended(stream.key, error))
+        with pytest.raises(Unavailable):
+            await worker.wait_accepted(stream)
+
+    run(test)
