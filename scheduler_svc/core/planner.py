@@ -103,12 +103,13 @@ class Planner:
         return short[granted], counts[granted]
 
     def _within_output(self, draft: Draft, ready: I64) -> I64:
-        """`ready` without the rows whose raw logits have no room in this step; who waited longest goes first."""
+        """`ready` without the rows whose raw logits have no room in this step; who waited longest goes first,
+        of equals who has most left."""
         executor, rows = draft.executor, draft.executor.rows
         size, raw = self._raw_bytes(executor), ready[rows.raw_logits[ready]]
         room = max(0, draft.output_bytes - executor.reserved_output) // size
         if room < len(raw):
-            raw = raw[np.argsort(rows.last_step[raw], kind="stable")[:room]]
+            raw = raw[np.lexsort((-rows.left[raw], rows.last_step[raw]))[:room]]
             keep = ~rows.raw_logits[ready]
             keep[np.isin(ready, raw)] = True
             ready = ready[keep]

@@ -1,0 +1,139 @@
+"""Nobody starves: decodes under prefills, the old under pressure, the preempted in the queue."""
+
+from scheduler_svc.core.config import CoreConfig
+from tests.fakes.toy_executor import toy_info
+from tests.sim.harness import Sim
+
+
+def test_decodes_never_miss_a_step_under_a_stream_of_prefills() -> None:
+    sim = Sim(CoreConfig(pipeline_depth=2, max_num_batched_tokens=16), toy_info(num_blocks=1000))
+    decoding = [sim.submit([5 + i, 6, 7], 60) for i in range(4)]
+    for i in range(30):
+        sim.submit(range(3 + i, 103 + i), 2)
+    while any(sim.clients[key].reason is None for key in decoding):
+        record = sim.plan()
+        if record is None:
+            sim.deliver()
+            continue
+        running = [k for k in decoding if sim.clients[k].tokens and sim.clients[k].reason is None]
+        planned = set(record.decode_keys.tolist())
+        full = {k for k in running if len(sim.clients[k].tokens) + sim.depth >= 60}
+        assert set(running) - full <= planned, "a decode sat out for a prefill"
+        assert record.plan.num_tokens <= 16
+    sim.run()
+    sim.assert_tokens()
+
+
+def test_a_long_prompt_is_cut_so_that_others_go_on() -> None:
+    sim = Sim(CoreConfig(max_prefill_chunk=10))
+    sim.submit(range(3, 203), 5)
+    short = sim.submit([5, 6, 7], 5)
+    sim.plan()
+    assert sim.records[0].plan.prefill_counts.tolist() == [10, 3]
+    sim.run()
+    assert sim.clients[short].reason is not None
+    assert all(r.plan.prefill_counts.max(initial=0) <= 10 for r in sim.records)
+    sim.assert_tokens()
+
+
+def test_first_come_first_served() -> None:
+    sim = Sim(CoreConfig(max_num_seqs=2))
+    keys = [sim.submit([5 + i, 6, 7], 6) for i in range(10)]
+    order: list[int] = []
+    while sim.scheduler.num_live:
+        sim.fill()
+        sim.deliver()
+        order += [k for k in keys if sim.clients[k].tokens and k not in order]
+    assert order == keys
+
+
+def test_preemption_storm_is_bounded_and_the_oldest_always_moves() -> None:
+    config = CoreConfig(pipeline_depth=2, max_preemptions=2)
+    sim = Sim(config, toy_info(num_blocks=24, max_num_seqs=8, num_rows=72))
+    keys = [sim.submit(range(3 + i, 9 + i), 60) for i in range(16)]
+    preempted = dict.fromkeys(keys, 0)
+    last, quiet = (0, 0), 0
+    while sim.scheduler.num_live:
+        before = {s.key: s.preemptions for s in sim.scheduler.live_sequences()}
+        oldest = min(before)
+        sim.fill()
+        sim.deliver()
+        for sequence in sim.scheduler.live_sequences():
+            preempted[sequence.key] = sequence.preemptions
+        assert preempted[oldest] == before.get(oldest, 0), "the oldest was preempted"
+        tokens = len(sim.clients[oldest].tokens)
+        quiet = quiet + 1 if (oldest, tokens) == last else 0
+        last = (oldest, tokens)
+        assert quiet <= 4 * sim.depth, "the oldest stands still"
+    assert sim.scheduler.stats().preemptions > 0
+    assert max(preempted.values()) <= 2
+    sim.run()
+    sim.assert_tokens()
+    sim.assert_all_free()
+
+
+def test_a_preempted_sequence_comes_back_before_any_that_never_ran() -> None:
+    sim = Sim(CoreConfig(pipeline_depth=2), toy_info(num_blocks=20, max_num_seqs=3, num_rows=67))
+    keys = [sim.submit(range(3 + i, 23 + i), 30) for i in range(8)]
+    admitted: list[int] = []
+    while sim.scheduler.num_live:
+        waiting_again = {s.key for s in sim.scheduler.live_sequences() if s.preemptions and s.row < 0}
+        record = sim.plan()
+        if record is None:
+            sim.deliver()
+            continue
+        rows = sim.scheduler.executors[0].rows
+        taken = [int(rows.keys[admit.row]) for admit in record.plan.admit]
+        assert set(taken) <= set(admitted) or waiting_again <= set(taken), "a newcomer passed a preempted one"
+        admitted += taken
+    assert sim.scheduler.stats().preemptions > 0
+    assert sorted(set(admitted)) == keys
+    sim.assert_tokens()
+
+
+def test_a_row_that_limbo_will_satisfy_sits_out() -> None:
+    sim = Sim(CoreConfig(pipeline_depth=2), toy_info(num_blocks=12, max_num_seqs=3, num_rows=67))
+    old, leaving, young = (sim.submit(range(3 + i, 12 + i), 40, ignore_eos=True) for i in range(3))
+    sim.fill()
+    for _ in range(2):
+        sim.deliver()
+        sim.fill()
+    sim.cancel(leaving)  # its blocks are in limbo now
+    before = sim.scheduler.stats().preemptions
+    for _ in range(sim.depth):
+        sim.plan()
+        sim.deliver()
+    assert sim.scheduler.stats().preemptions == before
+    sim.run()
+    for key in (old, young):
+        assert sim.clients[key].reason is not None
+    sim.assert_tokens()
+
+
+def test_higher_priority_is_admitted_first_where_the_policy_says_so() -> None:
+    sim = Sim(CoreConfig(max_num_seqs=1, policy="priority"))
+    low, high = sim.submit([5, 6, 7], 5, priority=-1), sim.submit([6, 7, 8], 5, priority=3)
+    sim.plan()
+    assert sim.records[0].prefill_keys.tolist() == [high]
+    sim.run()
+    assert sim.clients[low].reason is not None
+
+
+def test_raw_logits_beyond_the_output_budget_take_turns() -> None:
+    info = toy_info(max_output_bytes=2 * 4 * 1000)  # two rows a step
+    sim = Sim(CoreConfig(pipeline_depth=2), info)
+    keys = [sim.submit([5 + i, 6, 7], 12, raw_logits=True, ignore_eos=True) for i in range(5)]
+    plain = sim.submit([50, 6, 7], 12, ignore_eos=True)
+    progress: list[int] = []
+    while sim.scheduler.num_live:
+        sim.fill()
+        sim.deliver()
+        lengths = [len(sim.clients[k].tokens) for k in keys]
+        progress.append(max(lengths) - min(lengths))
+    assert all(len(r.plan.raw_logits_rows) <= 2 for r in sim.records)
+    assert max(progress) <= 4, "one row ran away from the others"
+    assert len(sim.clients[plain].tokens) == 12
+    for key in keys:
+        outputs = [o for e in sim.clients[key].extras for o in e.outputs]
+        assert [o.position for o in outputs] == list(range(3, 15))
+    sim.assert_tokens()
