@@ -1,0 +1,377 @@
+"""Traces of real scheduler and executor processes, as a third party's collector received them.
+
+The model is a tiny random Llama, so that a 4,000-token request takes seconds. Where only the processes matter, the
+executor is the toy: the same process around a device that needs no torch.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.numpy import save_file
+
+from common.model_files.describe import read_model
+from common.telemetry.context import TraceContext, new_trace
+from stepwire.v1 import inference_pb2 as pb
+from stepwire.v1 import inference_pb2_grpc
+from tests.integration.trace_receiver import Seen, receiver
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_LIMIT_S = 60.0
+CALL_LIMIT_S = 90.0
+STOP_LIMIT_S = 15.0
+
+SCHEDULER = "stepwire-scheduler"
+EXECUTOR = "stepwire-executor"
+EXECUTOR_PARTS = {"host prepare", "copy in", "device run", "copy out", "answer"}
+GENERATE = "/stepwire.v1.Inference/Generate"
+
+
+def write_model(directory: Path) -> Path:
+    """A Llama of one layer with random weights; no tokenizer."""
+    hidden, inner, heads, vocab = 32, 64, 2, 1000
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    layer = "model.layers.0."
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        layer + "input_layernorm.weight": (hidden,),
+        layer + "post_attention_layernorm.weight": (hidden,),
+        **{f"{layer}self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"},
+        layer + "mlp.gate_proj.weight": (inner, hidden),
+        layer + "mlp.up_proj.weight": (inner, hidden),
+        layer + "mlp.down_proj.weight": (hidden, inner),
+    }
+    random = np.random.default_rng(7)
+    weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    directory.mkdir()
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+class Services:
+    """One executor and one scheduler process."""
+
+    def __init__(self, directory: Path, endpoint: str, *, toy: bool) -> None:
+        self._directory = directory
+        model = write_model(directory / "model")
+        sizes = ("--block-size", "16", "--num-blocks", "1024", "--max-num-seqs", "16")
+        self._executor: tuple[str, ...]
+        if toy:
+            toy_model = ("--model-hash", read_model(model).description.hash)
+            self._executor = ("tests.fakes.toy_executor_main", *toy_model, *sizes, "--block-size", "128")
+        else:
+            self._executor = ("executor_svc", *sizes, "--model", str(model), "--device", "cpu", "--threads", "1")
+        self._scheduler = ("scheduler_svc", "--model", str(model), "--max-prefill-chunk", "16")
+        self._environ = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "STEPWIRE_"))}
+        self._environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
+        if endpoint:
+            self._environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        executor = self._start("executor", self._executor)
+        self.address = self._start("scheduler", (*self._scheduler, "--executors", executor))
+        with grpc.insecure_channel(self.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            deadline = time.monotonic() + READY_LIMIT_S
+            while True:
+                with contextlib.suppress(grpc.RpcError):
+                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                self._check(deadline)
+
+    def kill_executor_and_start_another(self) -> None:
+        """On the same address."""
+        address_file = self._directory / "executor.address"
+        address = address_file.read_text().strip()
+        self._running["executor"].kill()
+        self._running["executor"].wait()
+        address_file.unlink()
+        self._start("executor", self._executor, address)
+
+    def _start(self, name: str, module_and_flags: Sequence[str], listen: str = "127.0.0.1:0") -> str:
+        """The address it listens on."""
+        module, *flags = module_and_flags
+        address_file = self._directory / f"{name}.address"
+        command = [sys.executable, "-P", "-m", module, "--listen", listen, "--address-file", str(address_file)]
+        with (self._directory / f"{name}.log").open("ab") as log:
+            self._running[name] = subprocess.Popen(
+                [*command, *flags], env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + READY_LIMIT_S
+        while not address_file.exists():
+            self._check(deadline)
+        return address_file.read_text().strip()
+
+    def _check(self, deadline: float) -> None:
+        for name, process in self._running.items():
+            assert process.poll() is None, f"{name} left:\n{self.log(name)}"
+        assert time.monotonic() < deadline, "\n".join(self.log(name) for name in self._running)
+        time.sleep(0.02)
+
+    def log(self, name: str) -> str:
+        return (self._directory / f"{name}.log").read_text(errors="replace")
+
+    def stop(self, limit_s: float = STOP_LIMIT_S) -> None:
+        """Scheduler, then executor, each within `limit_s`."""
+        for name in ("scheduler", "executor"):
+            process = self._running[name]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(limit_s) == 0, self.log(name)
+
+    def kill(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def services(directory: Path, endpoint: str, *, toy: bool = False) -> Iterator[Services]:
+    directory.mkdir(parents=True, exist_ok=True)
+    running = Services(directory, endpoint, toy=toy)
+    try:
+        running.start()
+        yield running
+    finally:
+        running.kill()
+
+
+def generate(
+    address: str,
+    caller: TraceContext | None,
+    prompt: int,
+    max_tokens: int,
+    on_message: Callable[[int], None] = lambda number: None,
+) -> int:
+    """The number of tokens that came. `on_message` is told the number of each message, from 0."""
+    request = pb.GenerateRequest(
+        # Prompts of different lengths share no prefix, so none is found in the cache.
+        token_ids=pb.TokenIds(ids=[3 + (prompt + i) % 900 for i in range(prompt)]),
+        stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True),
+        output=pb.OutputOptions(detokenize=False),
+    )
+    metadata = (("traceparent", caller.traceparent),) if caller else ()
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        messages = stub.Generate(request, metadata=metadata, timeout=CALL_LIMIT_S)
+        tokens = 0
+        for number, message in enumerate(messages):
+            tokens += len(message.delta.token_ids)
+            on_message(number)
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Seen], list[TraceContext]]]:
+    """Spans of: a 4,000-token request, another beside it with a prompt of many chunks, one of no trace after them."""
+    directory = tmp_path_factory.mktemp("trace")
+    callers = [new_trace(), new_trace()]
+    tokens: dict[int, int] = {}
+    with receiver(directory) as collector, services(directory / "services", collector.endpoint) as running:
+
+        def call(index: int, prompt: int, max_tokens: int) -> None:
+            tokens[index] = generate(running.address, callers[index], prompt, max_tokens)
+
+        threads = [
+            threading.Thread(target=call, args=arguments, daemon=True) for arguments in ((0, 20, 4000), (1, 400, 50))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(CALL_LIMIT_S)
+        assert tokens == {0: 4000, 1: 50}
+        assert generate(running.address, None, 5, 5) == 5
+        running.stop()
+        yield collector.stop(), callers
+
+
+Traced = tuple[list[Seen], list[TraceContext]]
+
+
+def by_trace(spans: list[Seen]) -> dict[str, list[Seen]]:
+    traces = defaultdict(list)
+    for span in spans:
+        traces[span.trace_id].append(span)
+    return traces
+
+
+def of_caller(spans: list[Seen], caller: TraceContext) -> list[Seen]:
+    return [span for span in spans if span.trace_id == f"{caller.trace_id:032x}"]
+
+
+def window_roots(spans: list[Seen]) -> list[Seen]:
+    return [span for span in spans if span.name.startswith("steps ")]
+
+
+def test_both_services_say_who_they_are(traced: Traced) -> None:
+    spans, _ = traced
+    assert {span.service for span in spans} == {SCHEDULER, EXECUTOR}
+    instances = {(span.service, span.resource["service.instance.id"]) for span in spans}
+    assert len({instance for _, instance in instances}) >= 2
+    assert all(span.resource["service.version"] for span in spans)
+
+
+def test_no_trace_is_large(traced: Traced) -> None:
+    spans, callers = traced
+    sizes = Counter(span.trace_id for span in spans)
+    assert max(sizes.values()) <= 500
+    for caller in callers:
+        assert 4 <= len(of_caller(spans, caller)) <= 40
+
+
+def test_a_request_is_one_tree_below_its_caller(traced: Traced) -> None:
+    spans, callers = traced
+    for caller, tokens in zip(callers, (4000, 50), strict=True):
+        mine = of_caller(spans, caller)
+        (root,) = [s for s in mine if s.name == GENERATE]
+        assert root.parent_id == f"{caller.span_id:016x}" and root.kind == "SPAN_KIND_SERVER"
+        assert root.attributes["gen_ai.usage.output_tokens"] == str(tokens)
+        children = [s for s in mine if s is not root]
+        assert {s.parent_id for s in children} == {root.span_id}
+        assert {s.service for s in mine} == {SCHEDULER}
+        (queue,) = [s for s in children if s.name == "queue"]
+        (decode,) = [s for s in children if s.name == "decode"]
+        assert decode.attributes["gen_ai.usage.output_tokens"] == str(tokens)
+        assert "first token" in decode.events
+        assert root.start_ns <= queue.end_ns <= decode.start_ns <= decode.end_ns
+
+
+def test_prefill_chunks_are_shown_then_merged(traced: Traced) -> None:
+    spans, callers = traced
+    chunks = [s for s in of_caller(spans, callers[1]) if s.name.startswith("prefill")]
+    assert len(chunks) == 17
+    assert sum(s.number("stepwire.tokens") for s in chunks) == 400
+    assert sorted(s.number("stepwire.position") for s in chunks)[:3] == [0, 16, 32]
+
+
+def test_windows_hold_steps_of_both_services(traced: Traced) -> None:
+    spans, _ = traced
+    traces = by_trace(spans)
+    roots = window_roots(spans)
+    assert roots
+    for root in roots:
+        steps = [s for s in traces[root.trace_id] if s.parent_id == root.span_id]
+        assert 1 <= len(steps) <= 32 and root.parent_id == ""
+        assert (
+            root.name == f"steps {steps[0].attributes['stepwire.step_id']}–{steps[-1].attributes['stepwire.step_id']}"
+        )
+        assert len(steps) == root.number("stepwire.num_steps")
+        for step in steps:
+            parts = [s for s in traces[root.trace_id] if s.parent_id == step.span_id]
+            assert len(parts) + 1 <= 10
+            computed = {s.name for s in parts if s.service == EXECUTOR}
+            if step.attributes["stepwire.mode"] == "none":  # only released rows
+                assert computed < EXECUTOR_PARTS
+            else:
+                assert computed == EXECUTOR_PARTS
+            assert {s.name for s in parts if s.service == SCHEDULER} == {
+                "plan", "wire to executor", "wire to scheduler", "update",
+            }  # fmt: skip
+            for part in parts:
+                assert step.start_ns <= part.start_ns <= part.end_ns <= step.end_ns + 1_000_000
+            for name in ("decode_tokens", "prefill_tokens", "sequences", "free_blocks", "bucket", "mode"):
+                assert f"stepwire.{name}" in step.attributes
+            assert "stepwire.device_idle_ms" in step.attributes
+
+
+def test_consecutive_steps_overlap(traced: Traced) -> None:
+    """Plan N+1 is on its way before result N is there."""
+    spans, _ = traced
+    steps = [s for s in spans if s.name.startswith("step ")]
+    windows = defaultdict(list)
+    for step in steps:
+        windows[step.parent_id].append(step)
+    pairs = [pair for group in windows.values() for pair in itertools.pairwise(sorted(group, key=lambda s: s.start_ns))]
+    overlapping = [pair for pair in pairs if pair[1].start_ns < pair[0].end_ns]
+    assert len(overlapping) > len(pairs) / 2
+
+
+def test_windows_and_requests_link_to_each_other(traced: Traced) -> None:
+    spans, callers = traced
+    roots = {(root.trace_id, root.span_id): root for root in window_roots(spans)}
+    slow = {(s.trace_id, s.span_id) for s in spans if s.name.startswith("slow step")}
+    for caller in callers:
+        mine = of_caller(spans, caller)
+        (generate_span,) = [s for s in mine if s.name == GENERATE]
+        (decode,) = [s for s in mine if s.name == "decode"]
+        assert decode.links or caller is callers[1]
+        for target in decode.links:
+            assert target in roots or target in slow
+            if target in roots:
+                assert (generate_span.trace_id, generate_span.span_id) in roots[target].links
+    assert all(len(root.links) <= 64 for root in roots.values())
+    reasons = Counter(root.attributes["stepwire.window.reason"] for root in roots.values())
+    assert reasons["request"] >= 1
+
+
+def test_a_request_of_no_trace_starts_its_own(traced: Traced) -> None:
+    spans, callers = traced
+    known = {f"{caller.trace_id:032x}" for caller in callers}
+    (root,) = [s for s in spans if s.name == GENERATE and s.trace_id not in known]
+    assert root.parent_id == ""
+
+
+def test_a_killed_executor_shows_in_the_request_it_interrupted(tmp_path: Path) -> None:
+    caller = new_trace()
+    with receiver(tmp_path) as collector, services(tmp_path / "services", collector.endpoint, toy=True) as running:
+
+        def kill_once(number: int) -> None:
+            if number == 20:
+                running.kill_executor_and_start_another()
+
+        assert generate(running.address, caller, 20, 3000, kill_once) == 3000
+        running.stop()
+        spans = collector.stop()
+    mine = of_caller(spans, caller)
+    (decode,) = [s for s in mine if s.name == "decode"]
+    order = [e for e in decode.events if e in ("first token", "executor lost", "executor connected", "readmitted")]
+    assert order.index("first token") < order.index("executor lost") < order.index("readmitted")
+    assert decode.attributes["stepwire.recomputes"] == "1"
+    assert any(s.attributes["stepwire.recompute"] == "true" for s in mine if s.name.startswith("prefill"))
+    assert len(mine) <= 40
+    assert max(Counter(s.trace_id for s in spans).values()) <= 500
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://127.0.0.1:1"], ids=["none", "dead"])
+def test_without_a_collector_all_works_and_stopping_takes_no_longer(tmp_path: Path, endpoint: str) -> None:
+    """A dead collector costs each process 2 s at most (tests/unit/telemetry holds it to that); here nothing may hang."""
+    with services(tmp_path, endpoint, toy=True) as running:
+        assert generate(running.address, new_trace(), 5, 20) == 20
+        running.stop(STOP_LIMIT_S + 2.0 if endpoint else STOP_LIMIT_S)
+        if not endpoint:
+            assert "spans" not in running.log("scheduler") + running.log("executor")
