@@ -14,8 +14,9 @@ def check(scheduler: Scheduler) -> None:
             _check_rows(executor)
         _check_blocks(executor)
     _check_requests(scheduler)
-    for name in scheduler.stats().__dataclass_fields__:
-        value = getattr(scheduler.stats(), name)
+    stats = scheduler.stats()
+    for name in stats.__dataclass_fields__:
+        value = getattr(stats, name)
         assert not isinstance(value, int) or value >= 0, f"{name} is {value}"
 
 
