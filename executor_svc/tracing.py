@@ -14,7 +14,7 @@ from common.telemetry.context import TraceContext, unpack
 from common.telemetry.endpoint import EXECUTOR_SERVICE
 from common.telemetry.executor_parts import MAX_PARTS, executor_parts
 from common.telemetry.provider import Telemetry, start_telemetry
-from common.telemetry.spans import SpanFactory, Value
+from common.telemetry.spans import SpanFactory, Value, wall_offset_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def build_sink(endpoint: str = "", instance_id: str = "", clock: Clock | None = 
 def _step_spans(
     parent: TraceContext, plan: StepPlan, result: StepResult, spans: SpanFactory, clock: Clock
 ) -> Iterator[ReadableSpan]:
-    wall_offset_ns = clock.wall_ns() - clock.monotonic_ns()
+    offset_ns = wall_offset_ns(clock)
     for name, start_ns, end_ns in executor_parts(result):
         attributes: dict[str, Value] = {"stepwire.step_id": plan.step_id}
         if name == "device run":
@@ -67,8 +67,8 @@ def _step_spans(
             name,
             parent.child(),
             parent,
-            start_ns + wall_offset_ns,
-            end_ns + wall_offset_ns,
+            start_ns + offset_ns,
+            end_ns + offset_ns,
             attributes,
             remote_parent=True,
         )

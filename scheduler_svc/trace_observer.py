@@ -15,7 +15,7 @@ from common.clock import Clock
 from common.messages import StepResult
 from common.telemetry.context import TraceContext, new_trace, unpack
 from common.telemetry.pipeline import SpanPipeline
-from common.telemetry.spans import SpanFactory
+from common.telemetry.spans import SpanFactory, wall_offset_ns
 from scheduler_svc.messages import FinishReason, Submit
 from scheduler_svc.observer import StepRecord
 from scheduler_svc.request_trace import MAX_CORE_SPANS, Chunk, RequestTrace, request_spans
@@ -106,7 +106,7 @@ class TracingObserver:
         num_spans = request.num_spans()
         self._allowance.give_back(request.context.trace_id, MAX_CORE_SPANS - num_spans)
         spans, clock = self._spans, self._clock
-        self._pipeline.submit(lambda: request_spans(request, spans, _wall_offset(clock)), num_spans)
+        self._pipeline.submit(lambda: request_spans(request, spans, wall_offset_ns(clock)), num_spans)
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -203,7 +203,7 @@ class TracingObserver:
                 self._requests[key].joined(root)
         spans, clock, executor_spans = self._spans, self._clock, self._executor_spans
         self._pipeline.submit(
-            lambda: window_spans(window, spans, _wall_offset(clock), executor_spans), 1 + MAX_STEP_SPANS
+            lambda: window_spans(window, spans, wall_offset_ns(clock), executor_spans), 1 + MAX_STEP_SPANS
         )
 
     def _sampled(self, keys: NDArray[np.uint64]) -> Iterable[RequestTrace]:
@@ -266,8 +266,4 @@ class TracingObserver:
     def _export_window(self, window: Window) -> None:
         self._closing.discard(window)
         spans, clock = self._spans, self._clock
-        self._pipeline.submit(lambda: window_spans(window, spans, _wall_offset(clock)), window.max_spans())
-
-
-def _wall_offset(clock: Clock) -> int:
-    return clock.wall_ns() - clock.monotonic_ns()
+        self._pipeline.submit(lambda: window_spans(window, spans, wall_offset_ns(clock)), window.max_spans())

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from common.clock import Clock
 from common.telemetry.context import TraceContext
 
 Value = str | bool | int | float | Sequence[str]
@@ -26,6 +27,20 @@ def package_version() -> str:
         return version("stepwire")
     except PackageNotFoundError:  # run from a plain checkout
         return "0"
+
+
+def wall_offset_ns(clock: Clock) -> int:
+    """Wall clock minus monotonic clock, now.
+
+    The two can't be read at one moment; of a few tries the one counts in which the least time passed between them.
+    """
+    tries = []
+    for _ in range(5):
+        before = clock.monotonic_ns()
+        wall = clock.wall_ns()
+        after = clock.monotonic_ns()
+        tries.append((after - before, wall - (before + after) // 2))
+    return min(tries)[1]
 
 
 def span_context(context: TraceContext, *, remote: bool = False) -> SpanContext:
