@@ -35,6 +35,7 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
     executor.flights.popleft()
     executor.last_result = flight.step_id
     executor.steps += 1
+    executor.fruitless_epochs = 0
     errors = tuple(e for e in result.row_errors if rows.admission[e.row] == e.admission_id)
     for error in errors:
         rows.tainted[error.row] = True

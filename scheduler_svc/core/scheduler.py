@@ -15,8 +15,10 @@ from common.errors import (
     TooLarge,
     Unavailable,
 )
-from common.messages import ExecutorInfo, PlanError, PlanErrorCode, StepResult, Welcome
+from common.messages import ExecutorInfo, PlanError, StepResult, Welcome
+from scheduler_svc.core.blame import MAX_PLAN_ERRORS, blamed
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.core_stats import core_stats
 from scheduler_svc.core.executor_state import ExecutorState, context_limit
 from scheduler_svc.core.outcome import Counters, Ending, EpochStart, StepOutcome
 from scheduler_svc.core.planner import Planner
@@ -25,10 +27,8 @@ from scheduler_svc.core.request_checks import check_request
 from scheduler_svc.core.results import batches, collect
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.waiting_queue import WaitingQueue
-from scheduler_svc.messages import ExecutorStats, FinishReason, Stats, Submit
+from scheduler_svc.messages import FinishReason, Stats, Submit
 from scheduler_svc.observer import StepRecord
-
-MAX_PLAN_ERRORS = 2
 
 
 class Scheduler:
@@ -90,22 +90,19 @@ class Scheduler:
 
     def plan_failed(self, executor_id: int, error: PlanError, now_ns: int) -> tuple[Ending, ...]:
         """A plan was refused or failed: the epoch is over and the caller reconnects. A request named in two such errors
-        ends. Errors of an epoch that is over already change nothing."""
+        ends, as do those of a plan that is refused over and over. Errors of an epoch that is over change nothing."""
         executor = self._executors[executor_id]
         if not executor.up or error.epoch != executor.epoch:
             return ()
-        named = None
-        if error.admission_id and error.code != PlanErrorCode.EPOCH_ENDED:
-            rows = np.flatnonzero(executor.rows.admission == error.admission_id)
-            named = executor.rows.seqs[int(rows[0])] if len(rows) else None
+        suspects = blamed(executor, error)
         self._requeue(executor.disconnect())
-        if named is None or named.state == SequenceState.ENDED:
-            return ()
-        named.plan_errors += 1
-        if named.plan_errors < MAX_PLAN_ERRORS:
-            return ()
-        text = f"the executor refused this sequence twice: {error.code.name} {error.field} {error.text}"
-        return (self._end(named, None, SequenceFailed(text)),)
+        text = f"the executor refused this sequence again and again: {error.code.name} {error.field} {error.text}"
+        endings = []
+        for sequence in suspects:
+            sequence.plan_errors += 1
+            if sequence.plan_errors >= MAX_PLAN_ERRORS and sequence.state != SequenceState.ENDED:
+                endings.append(self._end(sequence, None, SequenceFailed(text)))
+        return tuple(endings)
 
     # ------------------------------------------------------------------------------------------------------ requests
 
@@ -269,21 +266,7 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Round-trip times and clock offsets are the caller's to fill in, as are dropped spans."""
-        c = self._counters
-        return Stats(
-            requests_accepted=c.accepted,
-            requests_finished=c.finished,
-            requests_aborted=c.aborted,
-            requests_failed=c.failed,
-            requests_refused=c.refused,
-            preemptions=c.preemptions,
-            prompt_tokens=c.prompt_tokens,
-            cached_tokens=c.cached_tokens,
-            generated_tokens=c.generated_tokens,
-            waiting=self.num_waiting,
-            running=self.num_running,
-            executors=tuple(_executor_stats(e) for e in self._executors),
-        )
+        return core_stats(self._counters, self._executors, self.num_waiting, self.num_running)
 
     # ----------------------------------------------------------------------------------------------------- internals
 
@@ -312,21 +295,3 @@ class Scheduler:
         else:
             self._executors[sequence.executor_id].vacate(sequence.row, keep=False)
         sequence.state = SequenceState.ENDED
-
-
-def _executor_stats(e: ExecutorState) -> ExecutorStats:
-    return ExecutorStats(
-        address=e.address,
-        connected=e.up,
-        epoch=e.epoch,
-        incarnation=e.incarnation,
-        num_blocks=e.pool.num_blocks,
-        free_blocks=e.pool.available,
-        limbo_blocks=e.pool.num_limbo(),
-        cached_blocks=len(e.pool.cache) if e.pool.cache else 0,
-        num_rows=len(e.rows),
-        free_rows=len(e.free_rows),
-        in_flight_steps=len(e.flights),
-        steps=e.steps,
-        epochs_ended=e.epochs_ended,
-    )

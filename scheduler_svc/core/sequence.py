@@ -1,5 +1,6 @@
 """One request as the core knows it: its tokens, its place, and what must survive an executor."""
 
+from dataclasses import replace
 from enum import IntEnum
 
 import numpy as np
@@ -103,11 +104,9 @@ class Sequence:
         """What an Admit carries: `max_tokens` resolved, prompt logprobs only where they are still wanted."""
         s = self.request.sampling
         wanted = self.wants_prompt_logprobs
-        values = {name: getattr(s, name) for name in _SAMPLING_FIELDS}
-        values["max_tokens"] = max_tokens
-        values["num_prompt_logprobs"] = s.num_prompt_logprobs if wanted else 0
-        values["prompt_logprobs_from"] = self.next_prompt_logprob if wanted else 0
-        return Sampling(**values)
-
-
-_SAMPLING_FIELDS = tuple(Sampling.__dataclass_fields__)
+        return replace(
+            s,
+            max_tokens=max_tokens,
+            num_prompt_logprobs=s.num_prompt_logprobs if wanted else 0,
+            prompt_logprobs_from=self.next_prompt_logprob if wanted else 0,
+        )

@@ -86,6 +86,24 @@ def test_a_request_named_in_two_plan_errors_ends() -> None:
     sim.assert_all_free()
 
 
+@pytest.mark.parametrize("code", [PlanErrorCode.BUDGET, PlanErrorCode.DEVICE_FAILED])
+def test_a_plan_refused_for_ever_ends_its_requests_unless_the_device_is_to_blame(code: PlanErrorCode) -> None:
+    sim = Sim()
+    key = sim.submit([5, 6, 7], 20)
+    for _ in range(10):
+        record = sim.scheduler.schedule(sim.executor_id, 0)
+        if record is None:
+            break
+        error = PlanError(record.plan.epoch, record.plan.step_id, code, "no")
+        for ending in sim.scheduler.plan_failed(sim.executor_id, error, 0):
+            sim.clients[ending.key].error = ending.error
+            sim.clients[ending.key].silent = True
+        sim.connect()
+    assert isinstance(sim.clients[key].error, SequenceFailed) == (code == PlanErrorCode.BUDGET)
+    sim.run()
+    sim.assert_all_free()
+
+
 def test_a_failing_device_loses_nothing() -> None:
     sim = Sim(CoreConfig(pipeline_depth=3))
     for i in range(5):

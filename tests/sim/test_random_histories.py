@@ -215,6 +215,8 @@ Histories.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=40,
     deadline=None,
+    database=None,
+    print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
 TestHistories = Histories.TestCase

@@ -1,0 +1,42 @@
+"""The core's part of the statistics; round-trip times, clock offsets and dropped spans are others' to fill in."""
+
+from collections.abc import Iterable
+
+from scheduler_svc.core.executor_state import ExecutorState
+from scheduler_svc.core.outcome import Counters
+from scheduler_svc.messages import ExecutorStats, Stats
+
+
+def core_stats(c: Counters, executors: Iterable[ExecutorState], waiting: int, running: int) -> Stats:
+    return Stats(
+        requests_accepted=c.accepted,
+        requests_finished=c.finished,
+        requests_aborted=c.aborted,
+        requests_failed=c.failed,
+        requests_refused=c.refused,
+        preemptions=c.preemptions,
+        prompt_tokens=c.prompt_tokens,
+        cached_tokens=c.cached_tokens,
+        generated_tokens=c.generated_tokens,
+        waiting=waiting,
+        running=running,
+        executors=tuple(executor_stats(e) for e in executors),
+    )
+
+
+def executor_stats(e: ExecutorState) -> ExecutorStats:
+    return ExecutorStats(
+        address=e.address,
+        connected=e.up,
+        epoch=e.epoch,
+        incarnation=e.incarnation,
+        num_blocks=e.pool.num_blocks,
+        free_blocks=e.pool.available,
+        limbo_blocks=e.pool.num_limbo(),
+        cached_blocks=len(e.pool.cache) if e.pool.cache else 0,
+        num_rows=len(e.rows),
+        free_rows=len(e.free_rows),
+        in_flight_steps=len(e.flights),
+        steps=e.steps,
+        epochs_ended=e.epochs_ended,
+    )
