@@ -21,9 +21,11 @@ def main(argv: list[str]) -> int:
 
     from common.config import EXIT_CONFIG, load_config
     from common.errors import ConfigError
+    from common.model_files.catalog import resolve
     from executor_svc.app import ServeOptions, serve
     from executor_svc.config import ExecutorConfig
     from executor_svc.environment import prepare_environment
+    from executor_svc.load_progress import LogProgress
     from executor_svc.session import SessionLimits
     from executor_svc.step_executor import StepExecutor
     from executor_svc.tracing import build_sink
@@ -42,9 +44,11 @@ def main(argv: list[str]) -> int:
     limits = SessionLimits(lease_ns=int(config.lease_s * 1e9))
 
     def build() -> StepExecutor:
-        from executor_svc.assemble import LogProgress, build_executor  # torch: not before the port is bound
+        progress = LogProgress()
+        files = resolve(config.model, progress)
+        from executor_svc.assemble import build_executor  # torch: not before port and model files are known to be good
 
-        return build_executor(config, limits.max_pipeline_depth, LogProgress())
+        return build_executor(config, files, limits.max_pipeline_depth, progress)
 
     options = ServeOptions(config.listen, config.drain_s, config.address_file, limits)
     sink = build_sink(config.otlp_endpoint)

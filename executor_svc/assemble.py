@@ -5,8 +5,7 @@ import logging
 
 import torch
 
-from common.model_files.catalog import resolve
-from common.model_files.description import Progress
+from common.model_files.description import ModelFiles, Progress
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
 from executor_svc.loader.load import load_model, model_dtype
@@ -17,9 +16,8 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_executor(config: ExecutorConfig, max_pipeline_depth: int, progress: Progress) -> Runner:
+def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth: int, progress: Progress) -> Runner:
     """Blocks for as long as loading takes. Raises ConfigError and ModelError."""
-    files = resolve(config.model, progress)
     description = files.description
     device = make_device(config.device, threads=config.threads)
     dtype = _DTYPES.get(config.dtype) or default_dtype(config.numerics, device.torch_device.type) or model_dtype(files)
@@ -50,16 +48,3 @@ def build_executor(config: ExecutorConfig, max_pipeline_depth: int, progress: Pr
         eos_ids=description.eos_ids,
         progress=progress,
     )
-
-
-class LogProgress:
-    """A Progress that logs each tenth of each activity."""
-
-    def __init__(self) -> None:
-        self._last = ("", -1)
-
-    def __call__(self, activity: str, done: int, total: int) -> None:
-        tenth = 10 * done // total if total else 0
-        if (activity, tenth) != self._last:
-            self._last = (activity, tenth)
-            log.info("%s: %d %%", activity, 10 * tenth) if total else log.info("%s", activity)

@@ -91,6 +91,9 @@ class CollectingWorker:
     def has_tokens(self, key: int, count: int) -> Callable[[], bool]:
         return lambda: len(self.tokens.get(key, ())) >= count
 
+    def any_has_tokens(self, count: int) -> Callable[[], bool]:
+        return lambda: any(len(tokens) >= count for tokens in self.tokens.values())
+
     async def ready(self) -> None:
         await self.until(lambda: self.states[-1].ready)
 
