@@ -90,7 +90,7 @@ class ApiServer:
         await self.server.wait_for_termination()
 
     async def _sweep(self) -> None:
-        self._worker.check_readers()
+        self._worker.check_streams()
         self._monitor.refresh()
 
 

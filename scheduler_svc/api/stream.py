@@ -12,9 +12,11 @@ class RequestStream:
     Close it through `ApiWorker.close`, whatever happened: that is what ends the work.
     """
 
-    def __init__(self, key: int, state: TokenStream) -> None:
+    def __init__(self, key: int, state: TokenStream, deadline_ns: int = 0) -> None:
+        """`deadline_ns`: monotonic; 0: none."""
         self.key = key
         self.state = state
+        self.deadline_ns = deadline_ns
         self.accepted = False
         self.core_done = False  # the core has ended this request, or was told to
         self._waiter: asyncio.Future[None] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from common.clock import Clock
-from common.errors import Unavailable
+from common.errors import DeadlinePassed, Unavailable
 from scheduler_svc.api.stream import RequestStream
 from scheduler_svc.messages import (
     WORKER_SHIFT,
@@ -117,7 +117,7 @@ class ApiWorker:
 
         The stream must come to `close`, whatever happens.
         """
-        stream = RequestStream(request.key, state)
+        stream = RequestStream(request.key, state, request.deadline_ns)
         self._port.send(request)
         self._streams[request.key] = stream
         return stream
@@ -218,13 +218,17 @@ class ApiWorker:
                 for listener in self._state_listeners:
                     listener(message)
 
-    def check_readers(self) -> None:
-        """Ends streams nobody reads, also those whose generation is over. Called every second or so."""
+    def check_streams(self) -> None:
+        """Ends streams nobody reads, also those whose generation is over, and those whose deadline passed. Called every
+        second or so. (A caller's deadline also cancels its call, at once, but only while its connection is alive.)"""
         now_ns = self._clock.monotonic_ns()
         for stream in self._streams.values():
             if stream.state.check_reader(now_ns):
                 self._cancel(stream)
                 stream.wake()
+            elif stream.deadline_ns and now_ns >= stream.deadline_ns and not stream.state.ended:
+                self._cancel(stream)
+                stream.fail(DeadlinePassed("the request's deadline passed"))
 
     def _deliver_tokens(self, batch: TokenBatch) -> None:
         now_ns = self._clock.monotonic_ns()

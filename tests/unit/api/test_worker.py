@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from common.clock import ManualClock
-from common.errors import DuplicateRequest, Overloaded, RequestAborted, SlowReader, StepwireError, Unavailable
+from common.errors import (
+    DeadlinePassed,
+    DuplicateRequest,
+    Overloaded,
+    RequestAborted,
+    SlowReader,
+    StepwireError,
+    Unavailable,
+)
 from common.messages import Sampling, u32
 from scheduler_svc.api.stream import RequestStream
 from scheduler_svc.api.worker import MAX_WATCH_BACKLOG, ApiWorker
@@ -41,8 +49,11 @@ def run(test: Callable[[ApiWorker, FakeCore, ManualClock], Coroutine[Any, Any, N
     asyncio.run(limited())
 
 
-def opened(worker: ApiWorker, request_id: str = "r", stops: tuple[str, ...] = ()) -> RequestStream:
-    submit = Submit(worker.next_key(), request_id, PROMPT, Sampling(seed=1, max_tokens=0), 0)
+def opened(
+    worker: ApiWorker, request_id: str = "r", stops: tuple[str, ...] = (), deadline_ns: int = 0
+) -> RequestStream:
+    sampling = Sampling(seed=1, max_tokens=0)
+    submit = Submit(worker.next_key(), request_id, PROMPT, sampling, 0, deadline_ns=deadline_ns)
     return worker.open(submit, TokenStream(StreamWants(PROMPT, TextCursor(ByteDecoder(), stops), 258), LIMITS))
 
 
@@ -131,11 +142,29 @@ def test_the_sweep_ends_a_stalled_reader_when_no_more_tokens_come() -> None:
         core.emit(running.key, b"x")
         core.emit(over.key, [EOS], FinishReason.EOS)
         clock.advance_ns(10_000_000_000)
-        worker.check_readers()
+        worker.check_streams()
         assert core.of(Cancel) == [Cancel(running.key)], "what is over needs no cancel"
         for stream in (running, over):
             with pytest.raises(SlowReader):
                 await stream.next()
+
+    run(test)
+
+
+def test_the_sweep_ends_what_is_past_its_deadline() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        deadline_ns = clock.monotonic_ns() + 1_000_000_000
+        late, over = opened(worker, "late", deadline_ns=deadline_ns), opened(worker, "over", deadline_ns=deadline_ns)
+        core.emit(over.key, b"done", FinishReason.MAX_TOKENS)
+        worker.check_streams()
+        assert core.of(Cancel) == []
+        clock.advance_ns(1_000_000_000)
+        worker.check_streams()
+        worker.check_streams()
+        assert core.of(Cancel) == [Cancel(late.key)]
+        with pytest.raises(DeadlinePassed):
+            await late.next()
+        assert (await over.next()).text == "done"
 
     run(test)
 
