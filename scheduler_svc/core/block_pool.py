@@ -28,7 +28,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        return len(self._free) + (self.cache.num_idle if self.cache else 0)
+        return len(self._free) + (self.cache.num_idle if self.cache is not None else 0)
 
     def can_allocate(self, count: int) -> bool:
         return count <= self.available

@@ -33,7 +33,7 @@ def executor_stats(e: ExecutorState) -> ExecutorStats:
         num_blocks=e.pool.num_blocks,
         free_blocks=e.pool.available,
         limbo_blocks=e.pool.num_limbo(),
-        cached_blocks=len(e.pool.cache) if e.pool.cache else 0,
+        cached_blocks=len(e.pool.cache) if e.pool.cache is not None else 0,
         num_rows=len(e.rows),
         free_rows=len(e.free_rows),
         in_flight_steps=len(e.flights),

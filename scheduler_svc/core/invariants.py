@@ -64,11 +64,11 @@ def _check_blocks(executor: ExecutorState) -> None:
     assert (users == pool.refs).all(), "a block's reference count is not the number of its users"
     assert (limbo_users == pool.limbo_refs).all(), "limbo counts are wrong"
     free = pool.free_blocks()
-    idle = pool.cache.idle_blocks() if pool.cache else ()
+    idle = pool.cache.idle_blocks() if pool.cache is not None else ()
     used = np.flatnonzero(pool.refs).tolist()
     assert sorted([*free, *idle, *used]) == list(range(pool.num_blocks)), "blocks are lost or counted twice"
     assert pool.available == len(free) + len(idle)
-    if pool.cache:
+    if pool.cache is not None:
         assert all(pool.cache.holds(block) for block in idle)
         assert not any(pool.cache.holds(block) for block in free), "a free block is still registered"
     for row in executor.limbo:

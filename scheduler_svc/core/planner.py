@@ -220,7 +220,7 @@ class Planner:
 
     def _try_admit(self, draft: Draft, sequence: Sequence) -> bool:
         executor, pool, size = draft.executor, draft.executor.pool, draft.executor.block_size
-        version = pool.cache.version if pool.cache else 0
+        version = pool.cache.version if pool.cache is not None else 0
         if executor.blocked is not None:
             ticket, need, seen = executor.blocked
             if ticket == sequence.ticket and seen == version and need + executor.num_running > pool.available:

@@ -8,12 +8,13 @@ names it is in flight is overwritten, which is what limbo must prevent.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.messages import (
+    F32,
     U32,
     Admit,
     ExecutorInfo,
@@ -72,6 +73,9 @@ class _Step:
     plan: StepPlan
     writes: list[tuple[NDArray[np.int64], U32]] = field(default_factory=list)
     sampled: list[tuple[int, int, int]] = field(default_factory=list)
+    errors: list[RowError] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    logprobs: list[tuple[int, float, U32, F32]] = field(default_factory=list)
 
     def wait(self) -> StepResult:
         return self.executor.collect(self)
@@ -113,7 +117,6 @@ class ToyExecutor:
         self._next_step = 1
         self._depth = 1
         self._max_depth = max_depth
-        self._tick = 0
         self.keep_kv = keep_kv
         self.fail_rows: set[int] = set()
         self.fail_steps: set[int] = set()
@@ -231,89 +234,62 @@ class ToyExecutor:
     # ---------------------------------------------------------------------------------------------------- compute
 
     def _compute(self, plan: StepPlan, received_ns: int) -> _Step:
-        work = [
-            (int(row), int(start), int(count))
-            for row, start, count in zip(plan.prefill_rows, plan.prefill_starts, plan.prefill_counts, strict=True)
-        ]
-        work += [(int(row), -1, 1) for row in plan.decode_rows]
-        raw = set(plan.raw_logits_rows.tolist())
         step = _Step(self, StepResult(plan.epoch, plan.step_id), plan)
-        emitted: list[tuple[int, int]] = []
-        errors: list[RowError] = []
-        outputs: list[Output] = []
-        logprobs: list[tuple[int, float, U32, NDArray[np.float32]]] = []
+        columns = zip(
+            plan.prefill_rows.tolist(), plan.prefill_starts.tolist(), plan.prefill_counts.tolist(), strict=True
+        )
+        work = [*columns, *((row, self._rows[row].length - 1, 1) for row in plan.decode_rows.tolist())]
         for row, start, count in sorted(work):
-            state = self._rows[row]
-            if state.dead:
-                continue
-            start = state.length - 1 if start < 0 else start
-            tokens = state.tokens[start : start + count].copy()
-            slots = self._slots(state, start, start + count)
-            self._storage[slots] = tokens
-            step.writes.append((slots, tokens))
-            state.computed = start + count
-            sequence = self._storage[self._slots(state, 0, state.computed)].copy()
-            self.corrupt_reads += not np.array_equal(sequence, state.tokens[: state.computed])
-            if row in self.fail_rows or (self.nan_token is not None and self.nan_token in sequence):
-                self.fail_rows.discard(row)
-                state.dead = True
-                errors.append(RowError(row, state.admission_id, RowErrorCode.NOT_FINITE, "the toy logits are NaN"))
-                continue
-            outputs += self._prompt_logprobs(plan.step_id, row, state, sequence, start)
-            if state.computed < state.length:
-                continue
-            sampling = state.sampling
-            token = choose_token(
-                sequence, state.prompt_len, sampling, self._info.vocab_size, self._info.eos_ids, self.eos_chance
-            )
-            if row in raw or sampling.num_logprobs:
-                logits = toy_logits(sequence, self._info.vocab_size, self._info.eos_ids)
-                if row in raw:
-                    data = logits.astype("<f4").tobytes()
-                    kind = OutputKind.RAW_LOGITS
-                    outputs.append(Output(plan.step_id, kind, row, state.admission_id, state.length, 1, data))
-                if sampling.num_logprobs:
-                    lps = log_softmax(logits)
-                    top = best(lps, sampling.num_logprobs - 1)
-                    logprobs.append((row, float(lps[token]), top, lps[top]))
-            state.tokens[state.length] = token
-            step.sampled.append((row, state.length, token))
-            state.length += 1
-            state.filled = state.length
-            emitted.append((row, token))
-        self._tick += 1
-        start_ns = received_ns + 1_000
-        step.result = StepResult(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
-            emitted_rows=u32(r for r, _ in emitted),
-            tokens=u32(t for _, t in emitted),
-            logprobs=Logprobs(
-                rows=u32(r for r, _, _, _ in logprobs),
-                chosen=f32(c for _, c, _, _ in logprobs),
-                top_counts=u32(len(t) for _, _, t, _ in logprobs),
-                top_ids=u32(int(i) for _, _, t, _ in logprobs for i in t),
-                top_logprobs=f32(float(v) for _, _, _, vs in logprobs for v in vs),
-            )
-            if logprobs
-            else Logprobs(),
-            row_errors=tuple(errors),
-            timings=Timings(
-                received_ns=received_ns,
-                prepare_start_ns=start_ns,
-                prepare_end_ns=start_ns + 1_000,
-                copy_in_start_ns=start_ns + 1_000,
-                copy_in_end_ns=start_ns + 2_000,
-                launched_ns=start_ns + 2_000,
-                device_start_ns=start_ns + 2_000,
-                device_end_ns=start_ns + 10_000,
-                copy_out_end_ns=start_ns + 11_000,
-            ),
+            if not self._rows[row].dead:
+                self._compute_row(step, row, start, count)
+        step.result = replace(
+            step.result,
+            emitted_rows=u32(row for row, _, _ in step.sampled),
+            tokens=u32(token for _, _, token in step.sampled),
+            logprobs=_columns(step.logprobs),
+            row_errors=tuple(step.errors),
+            timings=_timings(received_ns),
             mode=StepMode.EAGER if work else StepMode.NONE,
-            output_bytes=sum(len(o.data) for o in outputs),
-            outputs=tuple(outputs),
+            output_bytes=sum(len(o.data) for o in step.outputs),
+            outputs=tuple(step.outputs),
         )
         return step
+
+    def _compute_row(self, step: _Step, row: int, start: int, count: int) -> None:
+        """Writes the tokens of [start, start + count) and, where they reach the last known one, adds the next."""
+        state = self._rows[row]
+        tokens = state.tokens[start : start + count].copy()
+        slots = self._slots(state, start, start + count)
+        self._storage[slots] = tokens
+        step.writes.append((slots, tokens))
+        state.computed = start + count
+        sequence = self._storage[self._slots(state, 0, state.computed)]
+        self.corrupt_reads += not np.array_equal(sequence, state.tokens[: state.computed])
+        if row in self.fail_rows or (self.nan_token is not None and self.nan_token in sequence):
+            self.fail_rows.discard(row)
+            state.dead = True
+            step.errors.append(RowError(row, state.admission_id, RowErrorCode.NOT_FINITE, "the toy logits are NaN"))
+            return
+        step.outputs += self._prompt_logprobs(step.plan.step_id, row, state, sequence, start)
+        if state.computed == state.length:
+            self._sample(step, row, state, sequence)
+
+    def _sample(self, step: _Step, row: int, state: ToyRow, sequence: U32) -> None:
+        info, sampling, position = self._info, state.sampling, state.length
+        token = choose_token(sequence, state.prompt_len, sampling, info.vocab_size, info.eos_ids, self.eos_chance)
+        raw = row in step.plan.raw_logits_rows
+        if raw or sampling.num_logprobs:
+            logits = toy_logits(sequence, info.vocab_size, info.eos_ids)
+            if raw:
+                data, kind = logits.astype("<f4").tobytes(), OutputKind.RAW_LOGITS
+                step.outputs.append(Output(step.plan.step_id, kind, row, state.admission_id, position, 1, data))
+            if sampling.num_logprobs:
+                lps = log_softmax(logits)
+                top = best(lps, sampling.num_logprobs - 1)
+                step.logprobs.append((row, float(lps[token]), top, lps[top]))
+        state.tokens[position] = token
+        step.sampled.append((row, position, token))
+        state.length = state.filled = position + 1
 
     def _prompt_logprobs(self, step_id: int, row: int, state: ToyRow, sequence: U32, start: int) -> list[Output]:
         """Records of the wanted prompt positions whose predecessor was computed in [start, len(sequence))."""
@@ -330,6 +306,32 @@ class ToyExecutor:
             data += top.astype("<u4").tobytes() + lps[top].astype("<f4").tobytes()
         count = last - first + 1
         return [Output(step_id, OutputKind.PROMPT_LOGPROBS, row, state.admission_id, first, count, data)]
+
+
+def _columns(entries: list[tuple[int, float, U32, F32]]) -> Logprobs:
+    return Logprobs(
+        rows=u32(row for row, _, _, _ in entries),
+        chosen=f32(chosen for _, chosen, _, _ in entries),
+        top_counts=u32(len(ids) for _, _, ids, _ in entries),
+        top_ids=u32(int(i) for _, _, ids, _ in entries for i in ids),
+        top_logprobs=f32(float(v) for _, _, _, values in entries for v in values),
+    )
+
+
+def _timings(received_ns: int) -> Timings:
+    """Made up, but in order."""
+    start = received_ns + 1_000
+    return Timings(
+        received_ns=received_ns,
+        prepare_start_ns=start,
+        prepare_end_ns=start + 1_000,
+        copy_in_start_ns=start + 1_000,
+        copy_in_end_ns=start + 2_000,
+        launched_ns=start + 2_000,
+        device_start_ns=start + 2_000,
+        device_end_ns=start + 10_000,
+        copy_out_end_ns=start + 11_000,
+    )
 
 
 def crashed(executor: ToyExecutor, info: ExecutorInfo | None = None) -> ToyExecutor:

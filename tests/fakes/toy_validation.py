@@ -31,7 +31,8 @@ class PlanCheck:
     def __init__(self, info: ExecutorInfo, rows: dict[int, ToyRow], seen: set[int], plan: StepPlan) -> None:
         self._info = info
         self._rows = rows
-        self._seen = set(seen)
+        self._seen = seen
+        self._new: set[int] = set()
         self._plan = plan
         self._changed: dict[int, ToyRow | None] = {}
 
@@ -92,7 +93,7 @@ class PlanCheck:
             if used:
                 raise self._refuse(PlanErrorCode.UNSUPPORTED, "not supported", f"{field}.{part}", **blame)
         for part, good in (
-            ("admission_id", a.admission_id and a.admission_id not in self._seen),
+            ("admission_id", a.admission_id and not (a.admission_id in self._seen or a.admission_id in self._new)),
             ("length", a.length >= 1),
             ("tokens", 1 <= len(a.tokens) <= min(a.length, MAX_EXTEND_TOKENS)),
             ("tokens", not len(a.tokens) or int(a.tokens.max()) < info.vocab_size),
@@ -106,7 +107,7 @@ class PlanCheck:
         ):
             if not good:
                 raise self._refuse(PlanErrorCode.MALFORMED, "does not make sense", f"{field}.{part}", **blame)
-        self._seen.add(a.admission_id)
+        self._new.add(a.admission_id)
         table = np.full(info.max_blocks_per_row, -1, dtype=np.int64)
         table[: len(a.blocks)] = a.blocks
         tokens = np.full(info.max_context + 1, info.vocab_size, dtype=np.uint32)
