@@ -82,7 +82,10 @@ class Whole:
 
 @contextlib.asynccontextmanager
 async def whole(
-    address: str, options: ApiOptions | None = None, core: CoreConfig | None = None
+    address: str,
+    options: ApiOptions | None = None,
+    core: CoreConfig | None = None,
+    channel_args: Sequence[tuple[str, Any]] = (),
 ) -> AsyncIterator[Whole]:
     driver = DriverOptions(b"s" * 16, 2, QUICK_STREAM, first_backoff_s=0.02, max_backoff_s=0.1)
     clock = SystemClock()
@@ -90,10 +93,10 @@ async def whole(
     worker = ApiWorker(clock)
     worker.connect(engine.add_worker(worker))
     server = build_server(options or ApiOptions(listen=ANYWHERE), worker, NumberTokenizer(), ServedModel())
-    await server.start()
-    engine.start()
     args = [*channel_options(PUBLIC_MAX_MESSAGE_BYTES), *channel_args]
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=args)
+    await server.start()
+    engine.start()
     try:
         await until(lambda: worker.state.ready)
         yield Whole(engine, worker, inference_pb2_grpc.InferenceStub(channel))
