@@ -27,6 +27,7 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._prefixes = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
         self._longest = max((len(prefix) for prefix in self._prefixes), default=0)
+        self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
         self._held = ""
         self.matched: str | None = None
 
@@ -40,9 +41,13 @@ class StopMatcher:
             _, start, self.matched = min(found)
             self._held = ""
             return buffer[:start]
-        keep = next((n for n in range(min(self._longest, len(buffer)), 0, -1) if buffer[-n:] in self._prefixes), 0)
+        keep = self._length_of_prefix(buffer) if buffer[-1] in self._prefix_ends else 0
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
+
+    def _length_of_prefix(self, text: str) -> int:
+        """Of the longest end of `text` that a stop string may begin with."""
+        return next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._prefixes), 0)
 
     def flush(self) -> str:
         """The held-back tail, which turned out to be no stop string."""

@@ -92,6 +92,12 @@ class TokenStream:
         self._prompt_bytes = TOKEN_BYTES + wants.num_prompt_logprobs * TOP_BYTES
         self._buffer = Piece()
         self._undecoded: list[int] = []
+        self._is_plain = not (
+            wants.num_logprobs
+            or wants.num_prompt_logprobs
+            or wants.raw_logits
+            or (wants.cursor is not None and wants.cursor.matches)
+        )
         self._unread_since_ns: int | None = None
         self._cached = 0
         self._next_prompt_position = 1
@@ -114,11 +120,16 @@ class TokenStream:
 
     def feed(self, tokens: list[int], reason: int, cached: int, extras: Extras | None, now_ns: int) -> Action:
         """Takes one entry of a TokenBatch. After the end it does nothing, so late entries are harmless."""
-        if self.ended:
+        if self._completion is not None or self.error is not None:
             return Action.NONE
         self._cached = cached
         if self._unread_since_ns is None:
             self._unread_since_ns = now_ns
+            if self._is_plain and not reason:  # the usual case, on the path of every step
+                self.num_tokens += len(tokens)
+                self._buffer.token_ids += tokens
+                self._undecoded += tokens
+                return Action.NONE
         try:
             action = self._append(tokens, FinishReason(reason) if reason else None, extras)
         except StepwireError as error:
@@ -251,6 +262,7 @@ class TokenStream:
         """Without stop strings nobody needs the text before the reader does; many tokens then decode in one go."""
         cursor = self._wants.cursor
         if cursor is None or cursor.matches:
+            self._undecoded = []
             return
         if self._undecoded:
             self._buffer.text += cursor.push(self._undecoded)
