@@ -150,28 +150,26 @@ class ExecutorState:
         blocks = [*shared, *self.pool.allocate(fresh)]
         rows.table[row, : len(blocks)] = blocks
         rows.table_len[row] = len(blocks)
-        self._set_due(np.array([row]))
+        self._set_due(np.array([row]), np.array([len(blocks)]))
         self.prefilling.append(row)
         self.num_running += 1
         return row
 
-    def grant(self, grown: I64, counts: I64) -> tuple[I64, I64, I64]:
-        """counts[i] new blocks at the end of the table of row grown[i]; there must be enough. Returns the grants as
+    def grant(self, grown: I64) -> tuple[I64, I64, I64]:
+        """One new block at the end of the table of each row of `grown`; there must be enough. Returns the grants as
         columns: row, table index, block."""
         rows = self.rows
-        ends = np.cumsum(counts)
-        blocks = np.array(self.pool.allocate(int(ends[-1])), dtype=np.int64)
-        owners: I64 = np.repeat(grown, counts)
-        index: I64 = np.arange(len(blocks)) - np.repeat(ends - counts, counts) + rows.table_len[owners]
-        rows.table[owners, index] = blocks
-        rows.table_len[grown] += counts
-        self._set_due(grown)
-        return owners, index, blocks
+        blocks = np.array(self.pool.allocate(len(grown)), dtype=np.int64)
+        index = rows.table_len[grown]
+        rows.table[grown, index] = blocks
+        rows.table_len[grown] = index + 1
+        self._set_due(grown, index + 1)
+        return grown, index, blocks
 
-    def _set_due(self, grown: I64) -> None:
+    def _set_due(self, grown: I64, table_len: I64) -> None:
         # A step writes the slot of position high - 1, and blocks are granted depth - 1 steps before they are written.
         rows = self.rows
-        capacity = rows.table_len[grown] * self.block_size
+        capacity = table_len * self.block_size
         rows.capacity[grown] = capacity
         rows.due[grown] = np.where(capacity >= rows.final[grown] - 1, NEVER, capacity - self.depth + 2)
 

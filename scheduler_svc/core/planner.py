@@ -53,8 +53,7 @@ class Planner:
         high = rows.high[ready]
         due = high >= rows.due[ready]
         if due.any():
-            short = ready[due]
-            self._grant(draft, short, np.minimum(high[due] + (executor.depth - 1), rows.final[short] - 1))
+            self._grant(draft, ready[due])
             if draft.blocks_owed or executor.releases:  # some sit out, or were preempted
                 ready = np.flatnonzero((rows.left > 0) & (rows.capacity >= rows.high))
                 high = rows.high[ready]
@@ -67,40 +66,38 @@ class Planner:
         draft.decode = ready
         draft.tokens -= len(ready)
 
-    def _grant(self, draft: Draft, short: I64, wanted: I64) -> None:
-        """Blocks for the rows that will soon write past their table, best rank first.
+    def _grant(self, draft: Draft, short: I64) -> None:
+        """One block for each row that will soon write past its table, best rank first.
 
         When blocks are out: a row that limbo will satisfy sits out; else whoever ranks last makes room. A row that
         finds nobody to make room sits out too, and keeps what it has: the rows it waits for hold all they will ever
         need, or rank before it.
         """
-        executor, rows, pool = draft.executor, draft.executor.rows, draft.executor.pool
-        counts = -(-wanted // executor.block_size) - rows.table_len[short]
-        if not pool.can_allocate(int(counts.sum())):
-            short, counts = self._make_room(draft, short, counts)
+        executor = draft.executor
+        if not executor.pool.can_allocate(len(short)):
+            short = self._make_room(draft, short)
         if len(short):
-            draft.grants = executor.grant(short, counts)
-            rows.last_step[short] = draft.step_id
+            draft.grants = executor.grant(short)
+            executor.rows.last_step[short] = draft.step_id
 
-    def _make_room(self, draft: Draft, short: I64, counts: I64) -> tuple[I64, I64]:
-        """Preempts as needed; returns those of the rows that get their blocks now."""
+    def _make_room(self, draft: Draft, short: I64) -> I64:
+        """Preempts as needed; returns those of the rows that get their block now."""
         executor, rows, pool = draft.executor, draft.executor.rows, draft.executor.pool
         granted: list[int] = []
-        promised = owed = 0  # blocks for rows before this one: to be granted now, waited for
-        for i in np.argsort(rows.rank[short]).tolist():
-            if not rows.running[short[i]]:
+        for row in short[np.argsort(rows.rank[short])].tolist():
+            if not rows.running[row]:
                 continue  # preempted in this very loop
-            owed += int(counts[i])
-            while owed + promised > pool.available + pool.num_limbo():
-                victim = executor.victim_after(int(rows.rank[short[i]]))
+            wanted = len(granted) + draft.blocks_owed + 1
+            while wanted > pool.available + pool.num_limbo():
+                victim = executor.victim_after(int(rows.rank[row]))
                 if victim is None:
                     break
                 self.preempt(executor, victim)
-            if owed + promised <= pool.available:
-                granted.append(i)
-                promised, owed = promised + int(counts[i]), owed - int(counts[i])
-        draft.blocks_owed = owed
-        return short[granted], counts[granted]
+            if wanted <= pool.available:
+                granted.append(row)
+            else:
+                draft.blocks_owed += 1
+        return np.array(granted, dtype=np.int64)
 
     def _within_output(self, draft: Draft, ready: I64) -> I64:
         """`ready` without the rows whose raw logits have no room in this step; who waited longest goes first,

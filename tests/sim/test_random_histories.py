@@ -31,7 +31,8 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(
         depth=st.integers(1, 4),
-        num_blocks=st.sampled_from([12, 20, 40, 200]),
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        num_slots=st.sampled_from([48, 80, 160, 800]),
         chunk=st.sampled_from([0, 1, 7]),
         budget=st.sampled_from([0, 5, 17]),
         seqs=st.sampled_from([0, 2, 5]),
@@ -44,7 +45,8 @@ class Histories(RuleBasedStateMachine):
     def start(
         self,
         depth: int,
-        num_blocks: int,
+        block_size: int,
+        num_slots: int,
         chunk: int,
         budget: int,
         seqs: int,
@@ -63,7 +65,14 @@ class Histories(RuleBasedStateMachine):
             policy=policy,
             max_preemptions=max_preemptions,
         )
-        info = toy_info(num_blocks=num_blocks, num_rows=24, max_num_seqs=8, max_output_bytes=output)
+        info = toy_info(
+            block_size=block_size,
+            num_blocks=num_slots // block_size,
+            max_blocks_per_row=256 // block_size,
+            num_rows=24,
+            max_num_seqs=8,
+            max_output_bytes=output,
+        )
         self.sim = Sim(config, info, eos_chance=eos)
 
     @rule(
