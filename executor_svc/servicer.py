@@ -35,7 +35,7 @@ class BadFirstMessage(StepwireError):
     """The stream did not begin with a well-formed Hello."""
 
     status = "INVALID_ARGUMENT"
-    reason = "PROTOCOL"
+    reason = "MALFORMED"
 
 
 class ExecutorServicer(pb_grpc.ExecutorServicer):
