@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 
+# A signal that comes again this soon is the same one, sent to a process and to its group.
+REPEAT_S: Final = 1.0
 # A waking thread otherwise waits up to 5 ms for the GIL beside pure-Python work.
 SWITCH_INTERVAL_S: Final = 1e-4
 
@@ -73,6 +75,7 @@ class _Process:
         self._server = grpc.aio.server(options=server_options(PRIVATE_MAX_MESSAGE_BYTES))
         self._health = health.aio.HealthServicer()
         self._threads: StepThreads | None = None
+        self._signalled_s = 0.0
         self._stop: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
 
     async def listen(self) -> None:
@@ -120,10 +123,13 @@ class _Process:
             log.warning("the device is still busy; leaving it")
 
     def _on_signal(self, number: int) -> None:
-        if self._stop.done():
-            log.warning("second signal: leaving at once")
+        now_s = asyncio.get_running_loop().time()
+        if not self._stop.done():
+            self._stop.set_result((EXIT_OK, signal.Signals(number).name))
+            self._signalled_s = now_s
+        elif now_s - self._signalled_s > REPEAT_S:
+            log.warning("signalled again: leaving at once")
             os._exit(128 + number)
-        self._stop.set_result((EXIT_OK, signal.Signals(number).name))
 
     def _on_fatal(self, reason: str) -> None:
         if not self._stop.done():

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
+# A signal that comes again this soon is the same one, sent to a process and to its group.
+REPEAT_S: Final = 1.0
 # After a drain every request is over; calls that only still write their last message get this long.
 LAST_WRITES_S: Final = 2.0
 
@@ -141,16 +143,21 @@ def write_address(path: Path, address: str) -> None:
 
 
 def _stop_on_signals(stop: "asyncio.Future[str]") -> None:
-    """The first signal asks to drain, a second one leaves at once."""
+    """The first signal asks to drain, a later one leaves at once."""
+    loop = asyncio.get_running_loop()
+    signalled_s = 0.0
 
     def on_signal(number: int) -> None:
-        if stop.done():
-            log.warning("second signal: leaving at once")
+        nonlocal signalled_s
+        if not stop.done():
+            stop.set_result(signal.Signals(number).name)
+            signalled_s = loop.time()
+        elif loop.time() - signalled_s > REPEAT_S:
+            log.warning("signalled again: leaving at once")
             os._exit(128 + number)
-        stop.set_result(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(number, on_signal, number)
 
 
 async def _first_of(*futures: "asyncio.Future[Any]") -> None:
