@@ -20,7 +20,6 @@ from common.messages import (
     ExecutorInfo,
     Extend,
     Hello,
-    Logprobs,
     Output,
     OutputKind,
     PlanErrorCode,
@@ -29,12 +28,18 @@ from common.messages import (
     StepMode,
     StepPlan,
     StepResult,
-    Timings,
-    f32,
     u32,
 )
 from executor_svc.step_executor import PlanRefused, refused
-from tests.fakes.toy_tokens import best, choose_token, log_softmax, toy_logits
+from tests.fakes.toy_tokens import (
+    best,
+    choose_token,
+    log_softmax,
+    logprob_columns,
+    made_up_timings,
+    prompt_record,
+    toy_logits,
+)
 from tests.fakes.toy_validation import PlanCheck, ToyRow
 
 POISON = 0xFFFFFFFF
@@ -246,9 +251,9 @@ class ToyExecutor:
             step.result,
             emitted_rows=u32(row for row, _, _ in step.sampled),
             tokens=u32(token for _, _, token in step.sampled),
-            logprobs=_columns(step.logprobs),
+            logprobs=logprob_columns(step.logprobs),
             row_errors=tuple(step.errors),
-            timings=_timings(received_ns),
+            timings=made_up_timings(received_ns),
             mode=StepMode.EAGER if work else StepMode.NONE,
             output_bytes=sum(len(o.data) for o in step.outputs),
             outputs=tuple(step.outputs),
@@ -298,40 +303,14 @@ class ToyExecutor:
         last = min(len(sequence), state.prompt_len - 1)
         if not n or first > last:
             return []
-        data = b""
-        for position in range(first, last + 1):
-            lps = log_softmax(toy_logits(sequence[:position], self._info.vocab_size, self._info.eos_ids))
-            top = best(lps, n - 1)
-            data += np.float32(lps[state.tokens[position]]).astype("<f4").tobytes()
-            data += top.astype("<u4").tobytes() + lps[top].astype("<f4").tobytes()
+        data = b"".join(
+            prompt_record(
+                sequence[:position], int(state.tokens[position]), n, self._info.vocab_size, self._info.eos_ids
+            )
+            for position in range(first, last + 1)
+        )
         count = last - first + 1
         return [Output(step_id, OutputKind.PROMPT_LOGPROBS, row, state.admission_id, first, count, data)]
-
-
-def _columns(entries: list[tuple[int, float, U32, F32]]) -> Logprobs:
-    return Logprobs(
-        rows=u32(row for row, _, _, _ in entries),
-        chosen=f32(chosen for _, chosen, _, _ in entries),
-        top_counts=u32(len(ids) for _, _, ids, _ in entries),
-        top_ids=u32(int(i) for _, _, ids, _ in entries for i in ids),
-        top_logprobs=f32(float(v) for _, _, _, values in entries for v in values),
-    )
-
-
-def _timings(received_ns: int) -> Timings:
-    """Made up, but in order."""
-    start = received_ns + 1_000
-    return Timings(
-        received_ns=received_ns,
-        prepare_start_ns=start,
-        prepare_end_ns=start + 1_000,
-        copy_in_start_ns=start + 1_000,
-        copy_in_end_ns=start + 2_000,
-        launched_ns=start + 2_000,
-        device_start_ns=start + 2_000,
-        device_end_ns=start + 10_000,
-        copy_out_end_ns=start + 11_000,
-    )
 
 
 def crashed(executor: ToyExecutor, info: ExecutorInfo | None = None) -> ToyExecutor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.messages import F32, U32, Sampling
+from common.messages import F32, U32, Logprobs, Sampling, Timings, f32, u32
 
 CHOSEN_LOGIT = 4.0
 
@@ -96,3 +96,37 @@ def expected_tokens(
         tokens[length] = token
         length += 1
     return generated
+
+
+def prompt_record(before: U32, token: int, count: int, vocab_size: int, eos_ids: tuple[int, ...]) -> bytes:
+    """The PROMPT_LOGPROBS record of `token` behind the tokens `before`, with `count` - 1 most likely ones."""
+    logprobs = log_softmax(toy_logits(before, vocab_size, eos_ids))
+    top = best(logprobs, count - 1)
+    chosen = np.array([logprobs[token]], dtype="<f4").tobytes()
+    return chosen + top.astype("<u4").tobytes() + logprobs[top].astype("<f4").tobytes()
+
+
+def logprob_columns(entries: list[tuple[int, float, U32, F32]]) -> Logprobs:
+    return Logprobs(
+        rows=u32(row for row, _, _, _ in entries),
+        chosen=f32(chosen for _, chosen, _, _ in entries),
+        top_counts=u32(len(ids) for _, _, ids, _ in entries),
+        top_ids=u32(int(i) for _, _, ids, _ in entries for i in ids),
+        top_logprobs=f32(float(v) for _, _, _, values in entries for v in values),
+    )
+
+
+def made_up_timings(received_ns: int) -> Timings:
+    """Made up, but in order."""
+    start = received_ns + 1_000
+    return Timings(
+        received_ns=received_ns,
+        prepare_start_ns=start,
+        prepare_end_ns=start + 1_000,
+        copy_in_start_ns=start + 1_000,
+        copy_in_end_ns=start + 2_000,
+        launched_ns=start + 2_000,
+        device_start_ns=start + 2_000,
+        device_end_ns=start + 10_000,
+        copy_out_end_ns=start + 11_000,
+    )
