@@ -1,8 +1,8 @@
 """What the API knows about the model it serves, and the two things it needs a tokenizer for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from common.errors import UnknownModel
 from common.model_files.description import ModelDescription, SamplingDefaults
@@ -101,4 +101,13 @@ class TextTokenizer(Protocol):
 
     def decoder(self, prompt_ids: Sequence[int] = ()) -> Decoder:
         """For a completion. `prompt_ids`: the prompt's end, which may be in the middle of a character."""
+        ...
+
+
+@runtime_checkable
+class ExportableTokenizer(Protocol):
+    """A tokenizer that can be handed to a gateway."""
+
+    def files(self) -> Mapping[str, bytes]:
+        """Hugging Face's files by name. May take a second: call it off the event loop."""
         ...

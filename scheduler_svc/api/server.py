@@ -133,14 +133,16 @@ def build_server(
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     ]
-    if (vllm_name := _add_vllm_engine(server, generation, worker, options.version)) is not None:
+    if (vllm_name := _add_vllm_engine(server, generation, worker, tokenizer, options.version)) is not None:
         names.append(vllm_name)
     reflection.enable_server_reflection(names, server)
     port = open_port(server, options.listen, options.tls)
     return ApiServer(server, port, worker, monitor, text_workers)
 
 
-def _add_vllm_engine(server: grpc.aio.Server, generation: Generation, worker: ApiWorker, version: str) -> str | None:
+def _add_vllm_engine(
+    server: grpc.aio.Server, generation: Generation, worker: ApiWorker, tokenizer: TextTokenizer | None, version: str
+) -> str | None:
     """The gateway's service, where its protocol package is installed; its full name."""
     try:
         from smg_grpc_proto import vllm_engine_pb2_grpc
@@ -149,7 +151,7 @@ def _add_vllm_engine(server: grpc.aio.Server, generation: Generation, worker: Ap
     except ImportError as error:
         _log.info("vllm.grpc.engine is not served: %s", error)
         return None
-    servicer = VllmEngineServicer(generation, worker, version)
+    servicer = VllmEngineServicer(generation, worker, tokenizer, version)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
     return SERVICE_NAME
 

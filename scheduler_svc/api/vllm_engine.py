@@ -6,17 +6,23 @@ what the gateway expects of vLLM: chunks carry new tokens and count only these; 
 with the last tokens again when it streamed, else with all.
 """
 
+import asyncio
+import hashlib
+import io
 import json
 import time
+import zipfile
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NoReturn
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
 
 from common.errors import InvalidInput, NotSupported, StepwireError
 from scheduler_svc.api.calls import Context, answered
 from scheduler_svc.api.generation import ActiveRequest, Generation, begin_trace
+from scheduler_svc.api.served_model import ExportableTokenizer, TextTokenizer
 from scheduler_svc.api.status import abort, only_stepwire_errors
 from scheduler_svc.api.worker import ApiWorker
 from scheduler_svc.messages import FinishReason, TopTokens
@@ -24,6 +30,7 @@ from scheduler_svc.token_stream import Completion, Piece
 from stepwire.v1 import inference_pb2 as pb
 
 SERVICE_NAME: Final = "vllm.grpc.engine.VllmEngine"
+TOKENIZER_CHUNK_BYTES: Final = 256 * 1024
 
 _LENGTH: Final = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT)
 
@@ -31,8 +38,12 @@ _LENGTH: Final = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT)
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """Owned by the event loop, as the other servicers. `version`: of Stepwire."""
 
-    def __init__(self, generation: Generation, worker: ApiWorker, version: str) -> None:
+    def __init__(
+        self, generation: Generation, worker: ApiWorker, tokenizer: TextTokenizer | None, version: str
+    ) -> None:
         self._generation = generation
+        self._tokenizer = tokenizer
+        self._packed: asyncio.Future[tuple[bytes, str]] | None = None
         self._worker = worker
         self._version = version
         self._started_ns = worker.clock.monotonic_ns()
@@ -156,12 +167,34 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         await abort(context, NotSupported("Stepwire's timelines are OpenTelemetry traces; there is no profiler call"))
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        await abort(context, NotSupported("give the gateway the tokenizer's path; it is not handed out here"))
-        yield  # makes this an async generator, as a streaming method must be
+        """A zip of the tokenizer's files in pieces; the last carries the hash of the whole."""
+        data, digest = await answered(context, self._packed_tokenizer())
+        for start in range(0, len(data), TOKENIZER_CHUNK_BYTES):
+            end = start + TOKENIZER_CHUNK_BYTES
+            yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=digest if end >= len(data) else "")
 
     async def SubscribeKvEvents(self, request: Any, context: Context) -> AsyncIterator[Any]:
         await abort(context, NotSupported("Stepwire publishes no KV cache events; GetLoads tells the load"))
-        yield
+        yield  # makes this an async generator, as a streaming method must be
+
+    async def _packed_tokenizer(self) -> tuple[bytes, str]:
+        """Made once, off the event loop. Raises NotSupported."""
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, ExportableTokenizer):
+            raise NotSupported("this server has no tokenizer to hand out; give the gateway one of its own")
+        if self._packed is None:
+            self._packed = asyncio.ensure_future(asyncio.to_thread(pack_tokenizer, tokenizer))
+        return await asyncio.shield(self._packed)
+
+
+def pack_tokenizer(tokenizer: ExportableTokenizer) -> tuple[bytes, str]:
+    """(zip, its SHA-256 in hexadecimal). The same files make the same bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in sorted(tokenizer.files().items()):
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+    packed = buffer.getvalue()
+    return packed, hashlib.sha256(packed).hexdigest()
 
 
 def to_stepwire(request: Any) -> pb.GenerateRequest:

@@ -1,7 +1,10 @@
 """What surrounds the calls: health, reflection, TLS, tokens, ports, pings, drain, the gateway's protocol."""
 
 import asyncio
+import hashlib
+import io
 import subprocess
+import zipfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +32,7 @@ from stepwire.v1 import admin_pb2 as admin
 from stepwire.v1 import inference_pb2 as pb
 from stepwire.v1 import inference_pb2_grpc
 from tests.integration.api_scene import ANYWHERE, failing, joined_text, reason, rest, run, scene, until
-from tests.unit.api.fakes import MODEL, READY, FakeCore, forever, say
+from tests.unit.api.fakes import MODEL, READY, ByteTokenizer, FakeCore, forever, say
 
 SERVING = int(health_pb2.HealthCheckResponse.SERVING)
 NOT_SERVING = int(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -411,6 +414,26 @@ def test_the_gateway_asks_about_the_server() -> None:
             assert (load.num_waiting_reqs, load.num_used_tokens, load.token_usage) == (2, 400, 0.25)
             s.core.tell(replace(READY, ready=False))
             assert not (await stub.HealthCheck(vllm.HealthCheckRequest())).healthy
+
+    run(test)
+
+
+class Exportable(ByteTokenizer):
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": bytes(range(256)) * 4000, "tokenizer_config.json": b"{}"}
+
+
+def test_the_gateway_gets_the_tokenizer() -> None:
+    async def test() -> None:
+        async with scene(tokenizer=Exportable()) as s:
+            stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(s.channel)
+            for _ in range(2):
+                chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+                data = b"".join(chunk.data for chunk in chunks)
+                assert [bool(chunk.sha256) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+                assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
+                with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                    assert {name: archive.read(name) for name in archive.namelist()} == Exportable().files()
 
     run(test)
 
