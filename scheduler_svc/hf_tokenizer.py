@@ -1,10 +1,10 @@
-"""A tokenizer from a Hugging Face directory: tokenizer.json, and what tokenizer_config.json changes about it."""
+"""A tokenizer from a Hugging Face directory: tokenizer.json, and what tokenizer_config.json adds to it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from common.errors import ModelError
 from common.model_files.safetensors_header import read_json
@@ -12,6 +12,9 @@ from common.model_files.safetensors_header import read_json
 
 def read_tokenizer(directory: Path) -> tuple[Tokenizer, Mapping[str, Any]] | None:
     """The tokenizer and its tokenizer_config.json ({} without one); None: the directory has no tokenizer.json.
+
+    What is put around a text (BOS, EOS) is what tokenizer.json says; add_bos_token in tokenizer_config.json does not
+    count beside it, as in transformers 5.
 
     Raises ModelError naming the file.
     """
@@ -28,8 +31,6 @@ def read_tokenizer(directory: Path) -> tuple[Tokenizer, Mapping[str, Any]] | Non
     config_path = directory / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     _add_missing(tokenizer, config)
-    if isinstance(config.get("add_bos_token"), bool) or isinstance(config.get("add_eos_token"), bool):
-        _frame(tokenizer, config)
     return tokenizer, config
 
 
@@ -51,17 +52,3 @@ def _add_missing(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
         flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         token = AddedToken(str(entry["content"]), **flags)
         (tokenizer.add_special_tokens if flags["special"] else tokenizer.add_tokens)([token])
-
-
-def _frame(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """add_bos_token and add_eos_token, where written, replace what tokenizer.json puts around a text."""
-    frame: list[str] = ["$A"]
-    named: list[tuple[str, int]] = []
-    for role in ("bos", "eos"):
-        text = token_text(config, f"{role}_token")
-        token_id = tokenizer.token_to_id(text) if text else None
-        if config.get(f"add_{role}_token") is not True or text is None or token_id is None:
-            continue
-        named.append((text, token_id))
-        frame = [text, *frame] if role == "bos" else [*frame, text]
-    tokenizer.post_processor = processors.TemplateProcessing(single=frame, pair=[*frame, "$B"], special_tokens=named)
