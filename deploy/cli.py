@@ -49,7 +49,7 @@ Deadline = Annotated[float | None, typer.Option(help="seconds for the whole call
 @app.command(context_settings=PASS_ON)
 def up(
     context: typer.Context,
-    first_prompt: Annotated[str, typer.Option(help="sent once both serve")] = "What is the capital of France?",
+    first_prompt: Annotated[str, typer.Option(help="sent once both serve")] = "Why is the sky blue?",
     no_first_prompt: Annotated[bool, typer.Option("--no-first-prompt", help="send none")] = False,
     once: Annotated[bool, typer.Option("--once", help="leave with status 0 after the first answer")] = False,
     ready_timeout: Annotated[float, typer.Option(help="seconds until both must serve")] = 600.0,

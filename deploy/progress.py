@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: one moving line on a terminal, a line per tenth elsewhere."""
+"""Progress of long work on standard error: one moving line on a terminal, a line per quarter elsewhere."""
 
 import sys
 from typing import TextIO
@@ -11,24 +11,24 @@ class ProgressLine:
         self._stream = stream or sys.stderr
         self._moving = self._stream.isatty()
         self._activity = ""
-        self._tenth = -1
+        self._quarter = -1
         self._width = 0
 
     def __call__(self, activity: str, done: int, total: int) -> None:
         if activity != self._activity:
             self.done()
-            self._activity, self._tenth = activity, -1
+            self._activity, self._quarter = activity, -1
         if total <= 0:
-            text, tenth = activity, 0
+            text, quarter = activity, 0
         else:
             text = f"{activity}  {100 * done // total:3d} %  ({done / 1e6:.1f} of {total / 1e6:.1f} MB)"
-            tenth = 10 * done // total
+            quarter = 4 * done // total
         if self._moving:
             self._stream.write("\r" + text.ljust(self._width))
             self._width = len(text)
-        elif tenth > self._tenth:
+        elif quarter > self._quarter:
             self._stream.write(text + "\n")
-        self._tenth = max(tenth, self._tenth)
+        self._quarter = max(quarter, self._quarter)
         self._stream.flush()
 
     def done(self) -> None:

@@ -23,6 +23,7 @@ pytestmark = [
 
 STEPWIRE = [sys.executable, "-P", "-m", "deploy.cli"]
 START_S = 240
+SMALL = ["--max-num-seqs", "4", "--kv-cache-memory", "64MiB"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ class Up:
 
     def __init__(self, *flags: str) -> None:
         self.process = subprocess.Popen(
-            [*STEPWIRE, "up", "--listen", "127.0.0.1:0", "--max-num-seqs", "4", "--threads", "1", *flags],
+            [*STEPWIRE, "up", "--listen", "127.0.0.1:0", "--threads", "1", *SMALL, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -125,8 +126,8 @@ def test_up_once_answers_and_leaves_nothing_behind() -> None:
         assert running.wait() == 0, running.said()
         assert running.process.stdout is not None
         answer = running.process.stdout.read()
-        assert "Paris" in answer, answer + running.said()
-        assert "> What is the capital of France?" in running.said()
+        assert "light" in answer or "sky" in answer, answer + running.said()
+        assert "> Why is the sky blue?" in running.said()
         assert not children_of(running.process.pid)
 
 
