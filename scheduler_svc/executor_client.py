@@ -157,7 +157,8 @@ class ExecutorStream:
         except grpc.aio.AioRpcError as error:
             raise _lost(self._address, error) from None
         except asyncio.CancelledError:
-            if self._dead:  # the call was cancelled, not this task
+            task = asyncio.current_task()
+            if self._dead and task is not None and not task.cancelling():  # the call was cancelled, not this task
                 raise ExecutorLost(f"{self._address}: {self._dead}") from None
             raise
         if not isinstance(message, pb.FromExecutor):

@@ -12,11 +12,13 @@ import pytest
 from common.clock import ManualClock
 from common.messages import (
     Draining,
+    Hello,
     PlanErrorCode,
     Pong,
     Sampling,
     StepPlan,
     StepResult,
+    Welcome,
 )
 from common.wire import decode_output_chunk, encode_to_executor
 from executor_svc.session import SessionLimits
@@ -113,6 +115,23 @@ def test_second_hello_is_malformed() -> None:
     run(main())
 
 
+def test_bytes_that_are_no_message_end_the_stream() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as peer:
+            raw = peer.channel.stream_stream("/stepwire.executor.v1.Executor/Run", bytes, pb.FromExecutor.FromString)
+            for first in (b"\xff\xff", encode_to_executor(peer.hello_message(1)).SerializeToString()):
+                call = raw()
+                await call.write(first)
+                if first != b"\xff\xff":
+                    assert isinstance(await call.read(), pb.FromExecutor)
+                    await call.write(b"\xff\xff")
+                with pytest.raises(grpc.aio.AioRpcError, match="not a ToExecutor message") as caught:
+                    await call.read()
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(main())
+
+
 def test_no_hello_is_not_waited_for_for_ever() -> None:
     async def main() -> None:
         async with serving(ToyExecutor(), limits=SessionLimits(hello_wait_s=0.05)) as served, Peer(served.address) as p:
@@ -152,6 +171,30 @@ def test_takeover_does_not_wait_for_a_peer_whose_window_is_full() -> None:
                 await new.hello(epoch=2)
                 await new.send(empty_plan(2, 1))
                 assert (await new.result()).epoch == 2
+
+    run(main())
+
+
+def test_takeover_while_the_device_still_drains() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    class SlowToBegin(ToyExecutor):
+        def begin_epoch(self, hello: Hello) -> bool:
+            begun.set()
+            assert gate.wait(20)
+            return super().begin_epoch(hello)
+
+    async def main() -> None:
+        async with serving(SlowToBegin()) as served, Peer(served.address) as old, Peer(served.address) as new:
+            await old.send(old.hello_message(1))
+            await asyncio.to_thread(begun.wait, 20)
+            await new.send(new.hello_message(2))
+            code, details = await old.ended()
+            assert code is grpc.StatusCode.ABORTED and "taken over by epoch 2" in details
+            gate.set()
+            assert isinstance(await new.read(), Welcome)
+            await new.send(empty_plan(2, 1))
+            assert (await new.result()).epoch == 2
 
     run(main())
 
