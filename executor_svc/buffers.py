@@ -83,8 +83,8 @@ class StagingSlot:
 class StagingRing:
     """depth + 1 slots: one is written by the host while `depth` steps are in flight."""
 
-    def __init__(self, device: Device, num_slots: int, capacity: int) -> None:
-        self._slots = [StagingSlot(device, capacity) for _ in range(num_slots)]
+    def __init__(self, device: Device, depth: int, capacity: int) -> None:
+        self._slots = [StagingSlot(device, capacity) for _ in range(depth + 1)]
         self._next = 0
 
     def take(self) -> StagingSlot:
@@ -95,51 +95,67 @@ class StagingRing:
 
 
 class OutputSlot:
-    """What one step says of each of its sampling rows: int64 [2, max_rows]: token; 1 where all was finite."""
+    """What one step says of each of its rows: int64 [2, max_rows]: token and status, by place in the batch.
 
-    def __init__(self, device: Device, max_rows: int) -> None:
+    A device side and a host side, of rings of their own.
+    """
+
+    def __init__(self, device: Device, device_side: "_DeviceOutput", host_side: torch.Tensor) -> None:
         self._device = device
-        # Device side. Written by COMPUTE, read by COPY_OUT once written (OUTPUT_WRITTEN); may be written again only
-        # after `copied` (OUTPUT_DEVICE_FREE).
-        self.dev = device.zeros(2, max_rows, dtype=torch.int64)
-        # Host side. Written by COPY_OUT; read by the waiter only after `copied` (RESULT_READY). Written again by the
-        # step num_slots later, which the runner refuses to launch before this one's result was collected.
-        self.host = device.pinned(2 * max_rows * 8).view(torch.int64).view(2, max_rows)
-        self.host_values: NDArray[np.int64] = self.host.numpy()
-        self.copied: Event | None = None
+        self._device_side = device_side
+        self._host = host_side
+        self.dev = device_side.values
+        self.host_values: NDArray[np.int64] = host_side.numpy()
 
-    def begin(self) -> None:
-        """Called before the step's work is enqueued on COMPUTE."""
-        self._device.fence(Fence.OUTPUT_DEVICE_FREE, Stream.COMPUTE, self.copied)
-
-    def download(self, written: Event, num_rows: int, more: Callable[[], None] | None) -> Event:
+    def download(self, written: Event, num_rows: int, more: Callable[[], None]) -> Event:
         """Enqueues the copy to the host of `num_rows` columns, and `more` copies. Returns the event behind them."""
-        device = self._device
+        device, dev, host = self._device, self.dev, self._host
         device.fence(Fence.OUTPUT_WRITTEN, Stream.COPY_OUT, written)
 
         def copy() -> None:
             if num_rows:
-                self.host[:, :num_rows].copy_(self.dev[:, :num_rows], non_blocking=True)
-            if more is not None:
-                more()
+                host[:, :num_rows].copy_(dev[:, :num_rows], non_blocking=True)
+            more()
 
         device.enqueue(Stream.COPY_OUT, copy)
-        self.copied = device.record(Stream.COPY_OUT)
-        return self.copied
+        copied = device.record(Stream.COPY_OUT)
+        self._device_side.copied = copied
+        return copied
+
+
+class _DeviceOutput:
+    """Written by COMPUTE, read by COPY_OUT once written (OUTPUT_WRITTEN); written again only after `copied`
+    (OUTPUT_DEVICE_FREE)."""
+
+    def __init__(self, device: Device, max_rows: int) -> None:
+        self.values = device.zeros(2, max_rows, dtype=torch.int64)
+        self.copied: Event | None = None
 
 
 class OutputRing:
-    """depth + 2 slots: `depth` in flight, one being read by the waiter, one being launched."""
+    """depth + 1 device sides, depth + 2 host sides.
 
-    def __init__(self, device: Device, num_slots: int, max_rows: int) -> None:
-        self._slots = [OutputSlot(device, max_rows) for _ in range(num_slots)]
-        self._next = 0
+    A host side is written by COPY_OUT and read by the waiter only after that (RESULT_READY). It is written again by
+    the step depth + 2 later, which the runner refuses to launch before the result was collected: `depth` steps are in
+    flight, one is being read by the waiter, one is being launched. The device sides need no place for the one being
+    read; where the copy out is late, COMPUTE waits for it.
+    """
+
+    def __init__(self, device: Device, depth: int, max_rows: int) -> None:
+        self._device = device
+        self._device_sides = [_DeviceOutput(device, max_rows) for _ in range(depth + 1)]
+        self._host_sides = [
+            device.pinned(2 * max_rows * 8).view(torch.int64).view(2, max_rows) for _ in range(depth + 2)
+        ]
+        self._taken = 0
 
     def take(self) -> OutputSlot:
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
-        slot.begin()
-        return slot
+        """Called before the step's work is enqueued on COMPUTE, which waits until the slot is free."""
+        side = self._device_sides[self._taken % len(self._device_sides)]
+        host = self._host_sides[self._taken % len(self._host_sides)]
+        self._taken += 1
+        self._device.fence(Fence.OUTPUT_DEVICE_FREE, Stream.COMPUTE, side.copied)
+        return OutputSlot(self._device, side, host)
 
 
 # Columns of RowState.floats and RowState.ints.

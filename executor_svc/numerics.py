@@ -39,8 +39,7 @@ class FastOps:
         taken = 0
         for weight in weights:
             if weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and weight.data_ptr() not in self._packed:
-                with torch.inference_mode(False):
-                    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
                 self._packed[weight.data_ptr()] = packed
                 taken += weight.numel() * weight.element_size()
         return taken
@@ -59,7 +58,7 @@ class FastOps:
 
 def can_pack() -> bool:
     """Whether this processor and this torch have packed bfloat16 products."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Products(Enum):

@@ -79,9 +79,9 @@ class Runner:
         self._clock = clock or SystemClock()
         self._incarnation = secrets.randbits(64) | 1
         self.pipeline_depth = pipeline_depth
-        self._num_output_slots = pipeline_depth + 2
-        self._staging = StagingRing(device, pipeline_depth + 1, staging_bytes)
-        self._output = OutputRing(device, self._num_output_slots, info.max_num_seqs)
+        self._max_pending = pipeline_depth + 2
+        self._staging = StagingRing(device, pipeline_depth, staging_bytes)
+        self._output = OutputRing(device, pipeline_depth, info.max_num_seqs)
         self._book = RowBook(info.num_rows, info.max_blocks_per_row, info.block_size)
         self._stager = Stager(self._book, info.eos_ids, info.vocab_size, self._on_released)
         self._epoch = 0
@@ -152,9 +152,9 @@ class Runner:
         if plan.step_id != self._next_step_id:
             text = f"step {self._next_step_id} is next"
             raise refused(plan, PlanErrorCode.STEP_GAP, text, field="step_id", limit=self._next_step_id)
-        if len(self._pending) >= self._num_output_slots:
+        if len(self._pending) >= self._max_pending:
             text = f"{len(self._pending)} steps wait to be collected"
-            raise refused(plan, PlanErrorCode.BUDGET, text, limit=self._num_output_slots)
+            raise refused(plan, PlanErrorCode.BUDGET, text, limit=self._max_pending)
         PlanCheck(self._info, self._book, plan).run()
 
     def _launch(self, plan: StepPlan, received_ns: int, prepare_start_ns: int) -> LaunchedStep:

@@ -220,8 +220,8 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._device)
-        self._base.record(self._streams[Stream.COMPUTE])  # type: ignore[no-untyped-call]
-        self._base.synchronize()  # type: ignore[no-untyped-call]
+        self._base.record(self._streams[Stream.COMPUTE])
+        self._base.synchronize()
         self._base_ns = self._clock.monotonic_ns()
 
     @property
@@ -251,7 +251,7 @@ class CudaDevice:
         with torch.cuda.stream(self._streams[Stream.COPY_IN]):
             tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         for stream in (Stream.COMPUTE, Stream.COPY_OUT):
-            tensor.record_stream(self._streams[stream])  # type: ignore[no-untyped-call]
+            tensor.record_stream(self._streams[stream])
         return tensor
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
@@ -266,26 +266,26 @@ class CudaDevice:
     def record(self, stream: Stream) -> CudaEvent:
         # Blocking: a waiting host thread sleeps instead of spinning.
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._streams[stream])  # type: ignore[no-untyped-call]
+        event.record(self._streams[stream])
         return CudaEvent(self, event)
 
     def fence(self, fence: Fence, stream: Stream, event: Event | None) -> None:
         if event is not None:
             assert isinstance(event, CudaEvent)
-            self._streams[stream].wait_event(event.event)  # type: ignore[no-untyped-call]
+            self._streams[stream].wait_event(event.event)
 
     def host_fence(self, fence: Fence, event: Event | None) -> None:
         if event is not None:
             assert isinstance(event, CudaEvent)
             try:
-                event.event.synchronize()  # type: ignore[no-untyped-call]
+                event.event.synchronize()
             except RuntimeError as error:
                 self._failure = self._failure or error
 
     def time_ns_of(self, event: torch.cuda.Event) -> int:
         with self._lock:
             try:
-                elapsed_ms = self._base.elapsed_time(event)  # type: ignore[no-untyped-call]
+                elapsed_ms = self._base.elapsed_time(event)
             except RuntimeError:  # the device failed; its times mean nothing
                 return 0
             time_ns = self._base_ns + int(elapsed_ms * 1e6)

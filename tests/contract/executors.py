@@ -1,0 +1,140 @@
+"""The executors the contract holds for, all of one size, so that one set of plans fits them all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from executor_svc.build import build_runner, make_device, make_ops
+from executor_svc.loader.random import random_decoder
+from executor_svc.models.config import ModelConfig
+from executor_svc.models.decoder import Decoder
+from executor_svc.numerics import ExactOps, FastOps
+from executor_svc.runner import Runner
+from executor_svc.step_executor import StepExecutor
+from executor_svc.streams import CpuDevice, Device
+from tests.contract.late_device import LateDevice
+from tests.fakes.toy_executor import ToyExecutor, toy_info
+
+VOCAB = 97
+BLOCK_SIZE = 4
+NUM_BLOCKS = 96
+MAX_SEQS = 8
+MAX_TOKENS = 32
+MAX_CONTEXT = 64
+EOS = 2
+NAN_TOKEN = 96
+
+KINDS = ("toy", "exact", "fast", "late", "graphs")
+
+
+def tiny_config(*, window: int = 0) -> ModelConfig:
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=MAX_CONTEXT,
+        windows=(0, window),
+    )
+
+
+def tiny_model(
+    ops: FastOps | ExactOps, *, nan_token: bool = False, window: int = 0, device: torch.device | None = None
+) -> Decoder:
+    """Random weights, wide enough apart that no token hangs on a last bit."""
+    where = device or torch.device("cpu")
+    model = random_decoder(
+        tiny_config(window=window), dtype=torch.float32, device=torch.device("cpu"), ops=ops, scale=0.3
+    )
+    if nan_token:
+        model.weights.embedding[NAN_TOKEN] = torch.nan
+    if where.type != "cpu":
+        return _moved(model, ops, where)
+    return model
+
+
+def _moved(model: Decoder, ops: FastOps | ExactOps, where: torch.device) -> Decoder:
+    """Drawn on the CPU, so that a device gives the tokens the CPU gives."""
+    weights = model.weights
+    for layer in weights.layers:
+        for name in type(layer).__slots__:
+            tensor = getattr(layer, name)
+            if tensor is not None:
+                setattr(layer, name, tensor.to(where))
+    weights.embedding, weights.final_norm, weights.head = (
+        t.to(where) for t in (weights.embedding, weights.final_norm, weights.head)
+    )
+    return Decoder(model.config, weights, ops)
+
+
+def tiny_runner(
+    *,
+    numerics: str = "exact",
+    device: Device | None = None,
+    nan_token: bool = False,
+    window: int = 0,
+    depth: int = 4,
+    block_size: int = BLOCK_SIZE,
+    num_blocks: int = NUM_BLOCKS,
+    max_tokens: int = MAX_TOKENS,
+    buckets: Sequence[int] = (),
+) -> Runner:
+    ops = make_ops(numerics)
+    device = device or CpuDevice(threads=1)
+    return build_runner(
+        tiny_model(ops, nan_token=nan_token, window=window, device=device.torch_device),
+        ops=ops,
+        device=device,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=MAX_SEQS,
+        max_tokens_per_step=max_tokens,
+        pipeline_depth=depth,
+        buckets=buckets,
+        model_id="tiny",
+        model_hash="tiny-0",
+        eos_ids=(EOS,),
+    )
+
+
+def tiny_toy(*, nan_token: bool = False) -> ToyExecutor:
+    info = toy_info(
+        vocab_size=VOCAB,
+        eos_ids=(EOS,),
+        num_rows=MAX_SEQS + 64,
+        max_num_seqs=MAX_SEQS,
+        max_blocks_per_row=MAX_CONTEXT // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_tokens_per_step=MAX_TOKENS,
+    )
+    return ToyExecutor(info, nan_token=NAN_TOKEN if nan_token else None)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes executors of one kind."""
+
+    kind: str
+
+    def __call__(self, *, nan_token: bool = False) -> StepExecutor:
+        match self.kind:
+            case "toy":
+                return tiny_toy(nan_token=nan_token)
+            case "exact":
+                return tiny_runner(nan_token=nan_token)
+            case "fast":
+                return tiny_runner(numerics="fast", nan_token=nan_token)
+            case "late":
+                return tiny_runner(device=LateDevice(seed=1), nan_token=nan_token)
+            case "graphs":
+                return tiny_runner(nan_token=nan_token, buckets=(1, 2, 4, 8))
+            case "cuda":
+                device = make_device("cuda")
+                return tiny_runner(numerics="fast", device=device, nan_token=nan_token, buckets=(1, 2, 4, 8))
+        raise AssertionError(self.kind)
