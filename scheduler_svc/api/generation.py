@@ -33,7 +33,12 @@ class ActiveRequest:
     """A request some call serves. `close` comes from its end and from the done callback; the first counts."""
 
     def __init__(
-        self, worker: ApiWorker, tracer: RequestTracer, submit: Submit, valid: ValidRequest, model: str
+        self,
+        worker: ApiWorker,
+        tracer: RequestTracer,
+        submit: Submit,
+        valid: ValidRequest,
+        attributes: Mapping[str, AttributeValue],
     ) -> None:
         self.submit = submit
         self.valid = valid
@@ -44,7 +49,7 @@ class ActiveRequest:
         self._error: StepwireError | None = RequestAborted("the caller went away")
         self._closed = False
         self._seen_token = False
-        self._handle = tracer.on_request(submit, request_attributes(submit, model))
+        self._handle = tracer.on_request(submit, attributes)
 
     async def start(self, state: TokenStream) -> None:
         """Returns when the core accepted the request. Raises what it was refused with."""
@@ -147,7 +152,9 @@ class Generation:
             deadline_ns=deadline_ns,
             trace_context=trace,
         )
-        active = ActiveRequest(self._worker, self._tracer, submit, valid, model.name)
+        operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
+        attributes = request_attributes(submit, model.name, operation)
+        active = ActiveRequest(self._worker, self._tracer, submit, valid, attributes)
         on_done(context, active.close)
         try:
             await active.start(self._new_stream(valid, prompt, limits))

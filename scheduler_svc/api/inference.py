@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from common.errors import InvalidInput, StepwireError
+from common.messages import u32
 from common.model_files.description import SamplingDefaults
 from scheduler_svc.api.calls import Context, answered
 from scheduler_svc.api.generation import Generation, begin_trace
@@ -94,15 +95,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._generation.model.check_name(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await self._prompts.encode(request.text, special, "text")
-        return pb.TokenizeResponse(ids=ids, tokens=self._prompts.tokenizer.tokens(ids))
+        ids, tokens = await self._prompts.tokenize(request.text, special)
+        return pb.TokenizeResponse(ids=ids, tokens=tokens)
 
     async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         model = self._generation.model
         model.check_name(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         if model.vocab_size:
-            check_token_ids(request.ids, "ids", model.vocab_size)
+            check_token_ids(u32(request.ids), "ids", model.vocab_size)
         return pb.DetokenizeResponse(text=await self._prompts.decode(list(request.ids), skip))
 
     async def _apply_chat_template(self, request: pb.ApplyChatTemplateRequest) -> pb.ApplyChatTemplateResponse:

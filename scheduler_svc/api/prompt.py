@@ -72,21 +72,30 @@ class PromptReader:
         """The prompt's token ids. Raises InvalidInput, TooLarge, NotSupported, Overloaded."""
         match request.WhichOneof("input"):
             case "text":
-                ids = await self.encode(request.text, True, "text")
                 field = "text"
+                ids = await self.encode(request.text, True, field) if request.text else []
             case "chat":
-                _, ids = await self.read_chat(request.chat)
                 field = "chat"
+                _, ids = await self.read_chat(request.chat)
             case "token_ids":
                 field = "token_ids.ids"
-                _check_length(len(request.token_ids.ids), field, limits)
-                check_token_ids(request.token_ids.ids, field, limits.vocab_size)
-                return u32(request.token_ids.ids)
+                ids = list(request.token_ids.ids)
             case _:
                 raise InvalidInput("exactly one of text, chat and token_ids must be given", field="input")
         _check_length(len(ids), field, limits)
-        check_token_ids(ids, field, limits.vocab_size)
-        return u32(ids)
+        prompt = u32(ids)
+        check_token_ids(prompt, field, limits.vocab_size)
+        return prompt
+
+    async def tokenize(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Ids, and the vocabulary's own spelling of each."""
+        tokenizer = self.tokenizer
+
+        def work() -> tuple[list[int], list[str]]:
+            ids = tokenizer.encode(text, add_special_tokens)
+            return ids, tokenizer.tokens(ids)
+
+        return await self._workers.run(work, self._check_bytes(text, "text"))
 
     async def encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         tokenizer = self.tokenizer

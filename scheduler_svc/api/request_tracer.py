@@ -67,10 +67,10 @@ class SpanRequestTracer:
             handle.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
 
 
-def request_attributes(request: Submit, model: str) -> dict[str, AttributeValue]:
+def request_attributes(request: Submit, model: str, operation: str = "text_completion") -> dict[str, AttributeValue]:
     sampling = request.sampling
     attributes: dict[str, AttributeValue] = {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "stepwire",
         "gen_ai.request.model": model,
         "gen_ai.request.temperature": sampling.temperature,

@@ -28,6 +28,7 @@ from stepwire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_
 
 SWEEP_INTERVAL_S: Final = 1.0
 PROBE_INTERVAL_S: Final = 5.0
+MAX_PIECE_BYTES: Final = 1024 * 1024  # of one message of a stream, before its own overhead
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ def build_server(
     server = grpc.aio.server(interceptors=(*auth, *interceptors), options=server_options(options.max_message_bytes))
     text_workers = TextWorkers(options.tokenize_workers, options.max_tokenize_pending)
     prompts = PromptReader(tokenizer, text_workers, options.max_prompt_bytes)
-    limits = StreamLimits(int(options.slow_reader_s * 1e9), options.max_buffered_bytes)
+    piece_bytes = min(MAX_PIECE_BYTES, options.max_message_bytes // 2)
+    limits = StreamLimits(int(options.slow_reader_s * 1e9), options.max_buffered_bytes, piece_bytes)
     generation = Generation(
         worker, prompts, tokenizer, model, tracer or SpanRequestTracer(), limits, options.max_message_bytes
     )

@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from common.errors import InvalidInput, NotSupported, TooLarge
-from common.messages import Sampling
+from common.messages import U32, Sampling, u32
 from common.model_files.description import SamplingDefaults
 from scheduler_svc.api.served_model import MIN_REPETITION_PENALTY
 from stepwire.v1 import inference_pb2 as pb
@@ -66,6 +68,12 @@ def validate(request: pb.GenerateRequest, defaults: SamplingDefaults, limits: Li
     sampling = resolve_sampling(request, defaults, limits)
     if raw_logits:
         _feature(limits, "raw_logits", "output.raw_logits")
+        if limits.vocab_size * 4 + _TOKEN_BYTES > limits.max_message_bytes:
+            raise TooLarge(
+                f"output.raw_logits: one token's logits have {limits.vocab_size * 4} bytes, more than a message may",
+                field="output.raw_logits",
+                limit=str(limits.max_message_bytes),
+            )
     if not stream:
         _fits_one_message(sampling, raw_logits, limits)
     return ValidRequest(
@@ -125,15 +133,16 @@ def resolve_sampling(request: pb.GenerateRequest, defaults: SamplingDefaults, li
     )
 
 
-def check_token_ids(token_ids: Iterable[int], field: str, vocab_size: int) -> None:
+def check_token_ids(token_ids: U32, field: str, vocab_size: int) -> None:
     """Raises InvalidInput naming the first id outside the vocabulary."""
-    for index, token_id in enumerate(token_ids):
-        if token_id >= vocab_size:
-            raise InvalidInput(
-                f"{field}[{index}] is {token_id}, the vocabulary has {vocab_size} tokens",
-                field=f"{field}[{index}]",
-                limit=str(vocab_size - 1),
-            )
+    outside = np.flatnonzero(token_ids >= vocab_size)
+    if len(outside):
+        index = int(outside[0])
+        raise InvalidInput(
+            f"{field}[{index}] is {token_ids[index]}, the vocabulary has {vocab_size} tokens",
+            field=f"{field}[{index}]",
+            limit=str(vocab_size - 1),
+        )
 
 
 def _float(
@@ -178,7 +187,7 @@ def _token_limits(stop: pb.StopConditions) -> tuple[int, int]:
 
 def _token_ids(ids: Iterable[int], field: str, limits: Limits, most: int) -> tuple[int, ...]:
     unique = tuple(dict.fromkeys(ids))
-    check_token_ids(unique, field, limits.vocab_size)
+    check_token_ids(u32(unique), field, limits.vocab_size)
     if len(unique) > most:
         raise InvalidInput(f"{field} has {len(unique)} ids, at most {most} are taken", field=field, limit=str(most))
     return unique

@@ -66,7 +66,8 @@ class Nothing(ByteTokenizer):
 
 BAD: list[tuple[pb.GenerateRequest, ByteTokenizer | None, type[StepwireError], str]] = [
     (pb.GenerateRequest(), ByteTokenizer(), InvalidInput, "input"),
-    (pb.GenerateRequest(text=""), Nothing(), InvalidInput, "text"),
+    (pb.GenerateRequest(text=""), ByteTokenizer(), InvalidInput, "text"),
+    (pb.GenerateRequest(text="x"), Nothing(), InvalidInput, "text"),
     (pb.GenerateRequest(text="x" * 5001), ByteTokenizer(), TooLarge, "text"),
     (pb.GenerateRequest(text="x" * 1000), ByteTokenizer(), TooLarge, "text"),
     (pb.GenerateRequest(text="x"), None, NotSupported, ""),

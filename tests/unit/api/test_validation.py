@@ -191,3 +191,8 @@ def test_an_answer_that_can_not_fit_one_message_is_refused_before_it_is_computed
     refused(TooLarge, "stream", str(1 << 20), small, stream=False, output=wants)
     assert check(stream=False, output=wants, stop=pb.StopConditions(max_tokens=10)).raw_logits
     assert check(stream=True, output=wants).raw_logits
+
+
+def test_logits_that_can_not_fit_a_message_at_all() -> None:
+    limits = Limits(100_000, 2048, 2000, LIMITS.features, True, 65_536)
+    refused(TooLarge, "output.raw_logits", "65536", limits, output=pb.OutputOptions(raw_logits=True))
