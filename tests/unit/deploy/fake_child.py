@@ -2,7 +2,7 @@
 
     python fake_child.py NAME DIRECTORY BEHAVIOUR
 
-BEHAVIOUR: serve · exit:STATUS · ignore-term
+BEHAVIOUR: serve · unready · exit:STATUS · ignore-term
 """
 
 import os
@@ -27,7 +27,8 @@ def main() -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "ignore-term" else stop)
-    (directory / f"{name}.ready.{starts}").touch()
+    if behaviour != "unready":
+        (directory / f"{name}.ready.{starts}").touch()
     give_up = time.monotonic() + 60
     while time.monotonic() < give_up:
         signal.sigtimedwait([], 0.5)

@@ -115,7 +115,7 @@ def test_pauses_between_restarts_grow_to_a_bound() -> None:
 
 def test_an_executor_told_something_wrong_is_not_restarted(tmp_path: Path) -> None:
     async def work() -> None:
-        scene = Scene(tmp_path, executor=f"exit:{EXIT_CONFIG}")
+        scene = Scene(tmp_path, executor=f"exit:{EXIT_CONFIG}", scheduler="unready")
         with pytest.raises(SupervisorError, match="executor can not start") as caught:
             async with scene.supervisor.running():
                 pytest.fail("it never serves")
@@ -127,7 +127,7 @@ def test_an_executor_told_something_wrong_is_not_restarted(tmp_path: Path) -> No
 
 def test_an_executor_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
     async def work() -> None:
-        scene = Scene(tmp_path, executor="exit:1")
+        scene = Scene(tmp_path, executor="exit:1", scheduler="unready")
         with pytest.raises(SupervisorError, match="died 3 times") as caught:
             async with scene.supervisor.running():
                 pytest.fail("it never serves")
