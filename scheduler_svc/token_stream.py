@@ -11,11 +11,10 @@ nothing from a stop string on is ever shown.
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
 from common.errors import SequenceFailed, SlowReader, StepwireError
 from common.messages import U32, Output, OutputKind
 from scheduler_svc.messages import Extras, FinishReason, TopTokens
+from scheduler_svc.prompt_logprobs import parse_prompt_logprobs
 from scheduler_svc.text_cursor import TextCursor
 
 TOKEN_BYTES = 8
@@ -293,18 +292,3 @@ class TokenStream:
             buffer.raw_logits[:num_tokens],
             buffer.prompt_logprobs,
         )
-
-
-def parse_prompt_logprobs(output: Output, num: int) -> list[TopTokens]:
-    """The records of a PROMPT_LOGPROBS output, as in OutputChunk of executor.proto. Raises SequenceFailed."""
-    words = 1 + 2 * (num - 1)
-    if len(output.data) != output.count * words * 4:
-        raise SequenceFailed(f"prompt logprobs of {output.count} positions have {len(output.data)} bytes")
-    raw = np.frombuffer(output.data, dtype="<u4").reshape(output.count, words)
-    floats = raw.view("<f4")
-    return [
-        TopTokens(chosen, tuple(ids), tuple(logprobs))
-        for chosen, ids, logprobs in zip(
-            floats[:, 0].tolist(), raw[:, 1:num].tolist(), floats[:, num:].tolist(), strict=True
-        )
-    ]

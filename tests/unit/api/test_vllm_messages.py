@@ -6,7 +6,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from common.errors import InvalidInput, NotSupported
-from scheduler_svc.api.vllm_engine import to_stepwire
+from scheduler_svc.api.vllm_messages import to_stepwire
 
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> Any:
