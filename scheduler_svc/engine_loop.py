@@ -12,6 +12,7 @@ from common.clock import Clock, SystemClock
 from common.errors import Draining, RequestAborted, StepwireError
 from scheduler_svc.core.outcome import Ending, StepOutcome
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.drain_waits import DrainWaits
 from scheduler_svc.executor_driver import DriverOptions, ExecutorDriver
 from scheduler_svc.liveness import BEAT_S, Liveness
 from scheduler_svc.messages import (
@@ -78,7 +79,7 @@ class EngineLoop:
             for address in options.executors
         ]
         self._tasks: list[asyncio.Task[None]] = []
-        self._drain_waits: list[asyncio.Future[int]] = []
+        self._drains = DrainWaits(core, lambda: self._end_rest("the scheduler drains and the time for it is over"))
         self._state = CoreState(ready=False, draining=False, info=None)
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
         self._liveness = Liveness(self._clock.monotonic_ns())
@@ -96,7 +97,7 @@ class EngineLoop:
 
     async def stop(self, wait_s: float = 1.0) -> None:
         """Gives the executors back and ends. What still runs ends with Unavailable."""
-        self._end_all(Draining("the scheduler stops"))
+        self._end_rest("the scheduler stops")
         if self._beat_timer is not None:
             self._beat_timer.cancel()
         for driver, running in zip(self._drivers, self._tasks, strict=False):
@@ -143,7 +144,7 @@ class EngineLoop:
             for message in port.take():
                 self._handle(message, self._clock.monotonic_ns())
             self.fill_all()
-            self._check_drained()
+            self._drains.check()
         except Exception as error:  # noqa: BLE001 - the core broke: nothing it says can be trusted any more
             self._die(error)
 
@@ -223,7 +224,7 @@ class EngineLoop:
             if ending.error is not None:
                 self._to_owner(ending.key, Ended(ending.key, ending.error))
             self._left(ending.key, ending.reason, type(ending.error).__name__ if ending.error else "", now_ns)
-        self._check_drained()
+        self._drains.check()
 
     def deliver_step(self, step: StepSeen) -> None:
         for worker_id in self._watching:
@@ -243,40 +244,18 @@ class EngineLoop:
             for worker in self._workers.values():
                 worker.deliver(state)
 
-    # ------------------------------------------------------------------------------------------------------- drain
+    # -------------------------------------------------------------------------------------------------- life and death
 
     def _start_drain(self, deadline_s: float) -> asyncio.Future[int]:
-        self._core.drain()
+        waiting = self._drains.start(deadline_s)
         self.executors_changed()
-        waiting: asyncio.Future[int] = self._loop.create_future()
-        self._drain_waits.append(waiting)
-        self._loop.call_later(deadline_s, self._drain_over, waiting)
-        self._check_drained()
         return waiting
 
-    def _check_drained(self) -> None:
-        if self._core.is_draining and not self._core.num_live:
-            self._finish_drains(0)
-
-    def _drain_over(self, waiting: asyncio.Future[int]) -> None:
-        if not waiting.done():
-            self._finish_drains(self._end_all(Draining("the scheduler drains and the time for it is over")))
-
-    def _finish_drains(self, unfinished: int) -> None:
-        waits, self._drain_waits = self._drain_waits, []
-        for waiting in waits:
-            if not waiting.done():
-                waiting.set_result(unfinished)
-
-    def _end_all(self, error: StepwireError) -> int:
-        waits, self._drain_waits = self._drain_waits, []  # answered below with the count, not with 0
+    def _end_rest(self, why: str) -> int:
         now_ns = self._clock.monotonic_ns()
-        endings = list(self._core.end_all(error, now_ns))
+        endings = self._core.end_all(Draining(why), now_ns)
         self.deliver_endings(endings, now_ns)
-        self._drain_waits = waits
         return len(endings)
-
-    # -------------------------------------------------------------------------------------------------- life and death
 
     def _beat(self) -> None:
         stuck = self._liveness.beat(
