@@ -78,6 +78,8 @@ class Events:
     def __init__(self, project: str) -> None:
         label = f"label=com.docker.compose.project={project}"
         command = ["docker", "events", "--format", "{{json .}}", "--filter", "type=container", "--filter", label]
+        for kind in ("start", "die", "health_status"):  # few: nobody empties the pipe before `read`
+            command += ["--filter", f"event={kind}"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def read(self) -> list[tuple[float, str, str, str]]:
@@ -88,6 +90,10 @@ class Events:
         for event in map(json.loads, lines):
             attributes = event["Actor"]["Attributes"]
             service = attributes.get("com.docker.compose.service", "")
-            if not event["Action"].startswith("exec_"):
-                rows.append((event["timeNano"] / 1e9, service, event["Action"], attributes.get("exitCode", "")))
+            rows.append((event["timeNano"] / 1e9, service, event["Action"], attributes.get("exitCode", "")))
         return rows
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()

@@ -165,7 +165,7 @@ def check_drain(report: Report, stack: Stack, client: Client) -> None:
 
     try:
         tokens, last, _ = tokens_of(client, DRAINED, 4, stop)
-        whole = isinstance(last, Finished) and len(tokens) == TOKENS
+        whole = isinstance(last, Finished) and len(tokens) == DRAINED
         report.check(
             whole, "scheduler stopped in the middle of a request: the request ends whole", f"{len(tokens)} tokens"
         )
@@ -197,13 +197,13 @@ def verify(report: Report) -> None:
         stack = Stack([ROOT / "docker-compose.yml", override], ports)
         stack.compose("down", "-v", "--remove-orphans")
         try:
-            events = Events(stack.project)
-            began = time.monotonic()
-            stack.compose("up", "--build", "-d", timeout_s=3000)
-            report.say(f"docker compose up --build -d: {time.monotonic() - began:.0f} s")
-            up = eventually(lambda: stack.inspect("scheduler")["State"]["Health"]["Status"] == "healthy", 120)
-            time.sleep(1)  # for the engine's events to come through
-            check_order(report, events.read())
+            with contextlib.closing(Events(stack.project)) as events:
+                began = time.monotonic()
+                stack.compose("up", "--build", "-d", timeout_s=3000)
+                report.say(f"docker compose up --build -d: {time.monotonic() - began:.0f} s")
+                up = eventually(lambda: stack.inspect("scheduler")["State"]["Health"]["Status"] == "healthy", 120)
+                time.sleep(1)  # for the engine's events to come through
+                check_order(report, events.read())
             sizes = docker("images", "--format", "{{.Repository}} {{.Size}}").splitlines()
             report.say("     " + ", ".join(sorted({line for line in sizes if line.startswith("stepwire-")})))
             check_confinement(report, stack)
