@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.errors import InvalidInput
 
 # Loop turns and macro calls one rendering may take; a conversation of thousands of messages needs far fewer.
-MAX_TICKS = 200_000
+MAX_TICKS = 50_000
 _ticks: ContextVar[int] = ContextVar("chat_template_ticks", default=0)
 
 
