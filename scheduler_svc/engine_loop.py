@@ -14,6 +14,7 @@ from scheduler_svc.core.outcome import Ending, StepOutcome
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.drain_waits import DrainWaits
 from scheduler_svc.executor_driver import DriverOptions, ExecutorDriver
+from scheduler_svc.guarded_observer import GuardedObserver
 from scheduler_svc.liveness import BEAT_S, Liveness
 from scheduler_svc.messages import (
     WORKER_SHIFT,
@@ -69,7 +70,7 @@ class EngineLoop:
         self._core = core
         self._options = options
         self._clock = clock or SystemClock()
-        self._observer = observer or NoObserver()
+        self._observer = GuardedObserver(observer or NoObserver())
         self._loop = asyncio.get_running_loop()
         self._workers: dict[int, WorkerPort] = {}
         self._watching: set[int] = set()
