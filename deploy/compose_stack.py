@@ -69,7 +69,7 @@ class Stack:
         """
         pid = self.inspect(service)["State"]["Pid"]
         kill = f"import os; os.kill({pid}, 9)"
-        docker("run", "--rm", "--privileged", "--pid=host", "python:3.11-slim", "python", "-c", kill)
+        docker("run", "--rm", "--pid=host", "python:3.11-slim", "python", "-c", kill)
 
 
 class Events:
