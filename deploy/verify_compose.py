@@ -8,6 +8,7 @@ the report says so. A wheel of torch that pip is configured with locally is put 
 
 import argparse
 import contextlib
+import hashlib
 import json
 import re
 import socket
@@ -83,6 +84,11 @@ def check_confinement(report: Report, stack: Stack) -> None:
         report.check(True, "the scheduler's image has no torch")
     else:
         report.check(False, "the scheduler's image has no torch")
+    bound = stack.inspect("executor")["HostConfig"]["Memory"]
+    cache = re.findall(r"KV blocks of \d+ tokens, (\d+) bytes", docker("logs", stack.container("executor")))
+    fits = bool(cache) and int(cache[-1]) < bound
+    detail = f"{cache[-1] if cache else '?'} of {bound} bytes"
+    report.check(fits, "the executor's cache fits the container's memory", detail)
     for service, ports in (("scheduler", ["50051/tcp"]), ("jaeger", ["16686/tcp"]), ("executor", [])):
         published = {k: v for k, v in stack.inspect(service)["NetworkSettings"]["Ports"].items() if v}
         loopback = all(binding["HostIp"] == "127.0.0.1" for v in published.values() for binding in v)
@@ -187,6 +193,16 @@ def check_gpu_file(report: Report) -> None:
     report.check(holds, "deploy/compose.gpu.yml is valid and adds a GPU (not run: no GPU here)", devices[0])
 
 
+def check_given_model(report: Report, files: list[Path]) -> None:
+    """Any file will do: here only the copying is looked at."""
+    file = ROOT / "LICENSE"
+    given = Stack(files, {"MODEL_FILE": str(file)})
+    given.compose("run", "--rm", "model")
+    copied = given.compose("run", "--rm", "--no-deps", "--entrypoint", "sha256sum", "scheduler", "/models/given")
+    same = hashlib.sha256(file.read_bytes()).hexdigest() in copied
+    report.check(same, "MODEL_FILE: a local file is copied into the volume")
+
+
 def verify(report: Report) -> None:
     versions(report)
     check_gpu_file(report)
@@ -194,7 +210,8 @@ def verify(report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder, local_torch(report), jaeger(report) as real_jaeger:
         override = Path(folder) / "override.yml"
         override.write_text(OVERRIDE)
-        stack = Stack([ROOT / "docker-compose.yml", override], ports)
+        files = [ROOT / "docker-compose.yml", override]
+        stack = Stack(files, ports)
         stack.compose("down", "-v", "--remove-orphans")
         try:
             with contextlib.closing(Events(stack.project)) as events:
@@ -212,6 +229,7 @@ def verify(report: Report) -> None:
                     check_serving(report, stack, client)
                     check_traces(report, stack, real_jaeger, client)
                     check_drain(report, stack, client)
+                check_given_model(report, files)
         except (CommandFailed, StepwireError, KeyError) as error:
             report.check(False, "the stack can be brought up and asked", error)
         finally:
