@@ -155,6 +155,7 @@ def build_runner(
         info=info,
         device=device,
         step=step,
+        cache=cache,
         state=state,
         graphs=graphs,
         pipeline_depth=pipeline_depth,

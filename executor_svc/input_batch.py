@@ -74,6 +74,7 @@ class PlanCheck:
         self._book = book
         self._plan = plan
         self._released: set[int] = set()
+        self._new_admissions: set[int] = set()
         self._admitted: dict[int, Admit] = {}
         self._filled: dict[int, int] = {}
         self._grants: dict[tuple[int, int], int] = {}
@@ -173,6 +174,14 @@ class PlanCheck:
         state = self._book.row(row)
         return state.sampling, state.prompt_len
 
+    def _need_room(self, field: str, row: int) -> None:
+        """The row may have one token more."""
+        sampling, prompt_len = self._sampling(row)
+        limit, length = min(prompt_len + sampling.max_tokens, self._info.max_context), self._length(row)
+        if length >= limit:
+            text = f"row {row} has {length} tokens: its max_tokens or the context is used up"
+            raise self._refuse(PlanErrorCode.BUDGET, field, text, row=row, limit=limit)
+
     def _need_block_for(self, field: str, row: int, first: int, last: int) -> None:
         """The row's table must have a block for each position first..last."""
         size = self._info.block_size
@@ -227,11 +236,15 @@ class PlanCheck:
                 field=f"{field}.row", row=row, admission_id=admit.admission_id,
             )  # fmt: skip
         self._admitted[row] = admit
+        live = self._book.admissions - {self._book.row(released).admission_id for released in self._released}
+        if not admit.admission_id or admit.admission_id in live or admit.admission_id in self._new_admissions:
+            raise malformed("admission_id", f"{admit.admission_id} is 0 or in use")
+        self._new_admissions.add(admit.admission_id)
         if admit.length < 1:
             raise malformed("length", "a sequence has at least one token")
-        if admit.length > info.max_context:
+        if admit.length >= info.max_context:
             raise self._refuse(
-                PlanErrorCode.BUDGET, f"{field}.length", f"{admit.length} tokens; the context holds {info.max_context}",
+                PlanErrorCode.BUDGET, f"{field}.length", f"{admit.length} tokens leave no room for one more",
                 row=row, limit=info.max_context,
             )  # fmt: skip
         if not 1 <= admit.prompt_len <= admit.length:
@@ -269,6 +282,8 @@ class PlanCheck:
         need(finite(sampling.temperature) and sampling.temperature >= 0, "temperature", "not a finite number from 0")
         need(finite(sampling.top_p) and 0 < sampling.top_p <= 1, "top_p", "not in (0, 1]")
         need(finite(sampling.min_p) and 0 <= sampling.min_p <= 1, "min_p", "not in [0, 1]")
+        generated = admit.length - admit.prompt_len
+        need(sampling.max_tokens > generated, "max_tokens", f"{sampling.max_tokens}; there are {generated} already")
         need(0 <= sampling.top_k < 1 << 32, "top_k", "not a uint32")
         need(0 <= sampling.seed <= _MAX_SEED, "seed", "not a uint64")
         penalty = sampling.repetition_penalty
@@ -368,6 +383,8 @@ class PlanCheck:
                     PlanErrorCode.MALFORMED, f"prefill_counts[{index}]", f"tokens from {known} were not sent yet",
                     row=row, limit=known,
                 )  # fmt: skip
+            if end == length:
+                self._need_room(f"prefill_counts[{index}]", row)
             self._need_block_for(f"prefill_rows[{index}]", row, start, end - 1)
             sampling, prompt_len = self._sampling(row)
             if sampling.num_prompt_logprobs and known < min(end + 1, prompt_len):
@@ -388,7 +405,7 @@ class PlanCheck:
         last = book.length[rows] - 1
         at = np.minimum(last // info.block_size, info.max_blocks_per_row - 1)
         fine = book.occupied[rows] & (book.computed[rows] == last) & (book.tables[rows, at] != NO_BLOCK)
-        fine &= (last < info.max_context) & book.complete[rows]
+        fine &= (last + 1 < book.max_length[rows]) & book.complete[rows]
         if bool(fine.all()) and not (self._released or self._admitted or prefill):
             return
         for index in range(len(rows)):
@@ -401,14 +418,6 @@ class PlanCheck:
     def _check_decode_row(self, row: int) -> None:
         self._need_row(row, "decode")
         length, computed = self._length(row), self._computed(row)
-        if length > self._info.max_context:
-            raise self._refuse(
-                PlanErrorCode.BUDGET,
-                "decode",
-                f"row {row} is at the context's end",
-                row=row,
-                limit=self._info.max_context,
-            )
         if computed != length - 1:
             raise self._refuse(
                 PlanErrorCode.MALFORMED, "decode", f"row {row} has computed {computed} of {length} tokens",
@@ -418,6 +427,7 @@ class PlanCheck:
             raise self._refuse(
                 PlanErrorCode.MALFORMED, "decode", f"row {row} lacks tokens from {self._known(row)}", row=row
             )
+        self._need_room("decode", row)
         self._need_block_for("decode", row, length - 1, length - 1)
 
     def _check_totals(self) -> None:

@@ -70,20 +70,24 @@ class HostRow:
 
 @dataclass(slots=True, eq=False)
 class RowBook:
-    """Arrays by row, for checks over many rows at once; `rows[r]` is None where no sequence is.
+    """Arrays by row, for checks over many rows at once; `rows[r]` is None where no sequence is; `admissions`: of
+    those in rows.
 
     length: tokens known or sampled, exact, as the device has it. computed: tokens whose KV is written, or will be by
-    steps already launched. complete: every announced token is here. tables: the device's block tables,
-    NO_BLOCK where it has none.
+    steps already launched. max_length: tokens a row may reach. complete: every announced token is here. tables: the
+    device's block tables, NO_BLOCK where it has none.
     """
 
     num_rows: int
     max_blocks: int
     block_size: int
+    max_context: int
     rows: list[HostRow | None] = field(init=False)
+    admissions: set[int] = field(init=False)
     occupied: NDArray[np.bool_] = field(init=False)
     length: NDArray[np.int64] = field(init=False)
     computed: NDArray[np.int64] = field(init=False)
+    max_length: NDArray[np.int64] = field(init=False)
     complete: NDArray[np.bool_] = field(init=False)
     needs: NDArray[np.uint8] = field(init=False)
     tables: NDArray[np.int32] = field(init=False)
@@ -94,9 +98,11 @@ class RowBook:
     def clear(self) -> None:
         """Releases every row."""
         self.rows = [None] * self.num_rows
+        self.admissions = set()
         self.occupied = np.zeros(self.num_rows, np.bool_)
         self.length = np.ones(self.num_rows, np.int64)
         self.computed = np.zeros(self.num_rows, np.int64)
+        self.max_length = np.ones(self.num_rows, np.int64)
         self.complete = np.zeros(self.num_rows, np.bool_)
         self.needs = np.zeros(self.num_rows, np.uint8)
         self.tables = np.full((self.num_rows, self.max_blocks), NO_BLOCK, np.int32)
@@ -109,6 +115,7 @@ class RowBook:
     def release(self, row: int) -> HostRow:
         state = self.row(row)
         self.rows[row] = None
+        self.admissions.discard(state.admission_id)
         self.occupied[row] = False
         self.needs[row] = 0
         return state
@@ -131,9 +138,11 @@ class RowBook:
             needs_of(admit.sampling),
         )
         self.rows[admit.row] = state
+        self.admissions.add(admit.admission_id)
         self.occupied[admit.row] = True
         self.length[admit.row] = admit.length
         self.computed[admit.row] = admit.computed_len
+        self.max_length[admit.row] = min(admit.prompt_len + admit.sampling.max_tokens, self.max_context)
         self.complete[admit.row] = len(admit.tokens) == admit.length
         self.needs[admit.row] = int(state.needs)
         self.tables[admit.row] = NO_BLOCK

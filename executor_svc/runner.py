@@ -18,6 +18,7 @@ from executor_svc.buffers import OutputRing, OutputSlot, RowState, StagingRing
 from executor_svc.device_step import DeviceStep, StepInputs, StepOutputs
 from executor_svc.graph_cache import GraphCache, GraphShape
 from executor_svc.input_batch import Batch, PlanCheck, make_batch
+from executor_svc.kv_cache import KvCache
 from executor_svc.results import collect_outputs, make_result
 from executor_svc.rows import HostRow, RowBook
 from executor_svc.staging import Stager
@@ -65,25 +66,28 @@ class Runner:
         info: ExecutorInfo,
         device: Device,
         step: DeviceStep,
+        cache: KvCache,
         state: RowState,
         graphs: GraphCache,
         pipeline_depth: int,
         staging_bytes: int,
         clock: Clock | None = None,
     ) -> None:
-        """pipeline_depth: plans in flight the rings are made for."""
+        """pipeline_depth: plans in flight the rings are made for. `cache` and `state` are the step's own."""
         self._info = info
         self._device = device
         self._step = step
         self._graphs = graphs
+        self.cache = cache
+        self.state = state
         self._clock = clock or SystemClock()
         self._incarnation = secrets.randbits(64) | 1
         self.pipeline_depth = pipeline_depth
         self._max_pending = pipeline_depth + 2
         self._staging = StagingRing(device, pipeline_depth, staging_bytes)
         self._output = OutputRing(device, pipeline_depth, info.max_num_seqs)
-        self._book = RowBook(info.num_rows, info.max_blocks_per_row, info.block_size)
-        self._stager = Stager(self._book, info.eos_ids, info.vocab_size, self._on_released)
+        self._book = RowBook(info.num_rows, info.max_blocks_per_row, info.block_size, info.max_context)
+        self._stager = Stager(self._book, info.eos_ids, info.vocab_size, self._on_released, self._take_dirty)
         self._epoch = 0
         self._next_step_id = 1
         self._ended = True  # set by both threads, only ever to True within an epoch
@@ -138,10 +142,6 @@ class Runner:
                 self._ended = True
             raise
         self._next_step_id += 1
-        if self._dirty:
-            with self._lock:
-                self._stager.dirty_blocks |= self._dirty
-                self._dirty.clear()
         return self._launch(plan, received_ns, prepare_start_ns)
 
     def _check(self, plan: StepPlan) -> None:
@@ -259,6 +259,13 @@ class Runner:
             row.freed_blocks = blocks
             if row.failed:
                 self._dirty.update(blocks.tolist())
+
+    def _take_dirty(self) -> set[int]:
+        if not self._dirty:
+            return set()
+        with self._lock:
+            taken, self._dirty = self._dirty, set()
+        return taken
 
     def _timings(self, step: LaunchedStep) -> Timings:
         def at(event: Event | None) -> int:

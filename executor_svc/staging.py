@@ -34,12 +34,15 @@ class Stager:
         eos_ids: tuple[int, ...],
         vocab_size: int,
         released: Callable[[HostRow, NDArray[np.int32]], None],
+        take_dirty: Callable[[], set[int]],
     ) -> None:
-        """`released`: told of each released row and the blocks its table named."""
+        """`released`: told of each released row and the blocks its table named. `take_dirty`: blocks found dirty since
+        it was last asked."""
         self._book = book
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._released = released
+        self._take_dirty = take_dirty
         # Blocks that may hold numbers that are not finite; zeroed before a row gets them as new.
         self.dirty_blocks: set[int] = set()
 
@@ -50,6 +53,8 @@ class Stager:
         book = self._book
         for row in plan.release.tolist():
             self._released(book.release(row), book.blocks_of(row))
+        # Only now: what this plan releases it may give away again.
+        self.dirty_blocks |= self._take_dirty()
         if not (plan.admit or plan.extend or len(plan.grant_rows) or len(plan.copy_sources)):
             return None
         changes = RowChanges()

@@ -11,6 +11,12 @@ from dataclasses import dataclass, field
 from common.messages import Admit, Extend, Hello, Output, RowError, Sampling, StepPlan, StepResult, u32
 from executor_svc.step_executor import PendingStep, StepExecutor
 
+MAX_STEPS = 2_000
+
+
+class NoEndError(Exception):
+    """The requests are not done after MAX_STEPS steps."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -46,10 +52,10 @@ class Progress:
 @dataclass
 class Options:
     """depth: plans in flight. chunk: prompt tokens of one sequence in a step. batch: rows in a step.
-
     preempt_every: a running sequence is thrown out and admitted again every so many steps; 0: never. piece: prompt
     tokens sent with Admit, the rest by Extend as late as possible; 0: all. share: finished prompts' blocks are used by
-    later requests with the same beginning. shuffle: blocks and rows are handed out in random order.
+    later requests with the same beginning. idle: how often a row that could decode sits out. shuffle: blocks and rows
+    are handed out in random order.
     """
 
     depth: int = 1
@@ -58,6 +64,7 @@ class Options:
     preempt_every: int = 0
     piece: int = 0
     share: bool = False
+    idle: float = 0.0
     shuffle: bool = True
     seed: int = 0
 
@@ -96,14 +103,14 @@ class Driver:
         self.executor.begin_epoch(hello)
         everyone = [Progress(number, request, list(request.prompt)) for number, request in enumerate(requests)]
         waiting = deque(everyone)
-        for _ in range(100_000):
+        for _ in range(MAX_STEPS):
             while len(self._flight) >= self.options.depth:
                 self._collect()
             if not waiting and not self._running:
                 break
             self._plan(waiting)
         else:
-            raise AssertionError("no end in sight")
+            raise NoEndError
         while self._flight:
             self._collect()
         return everyone
@@ -126,6 +133,8 @@ class Driver:
         admits: list[Admit] = []
         named: list[Progress] = []
         for state in self._running:
+            if options.idle and self._rng.random() < options.idle:
+                continue
             if len(named) < rows and budget and self._can_decode(state) and self._grow(state, state.length, grants):
                 decode.append(state.row)
                 budget -= 1
@@ -145,7 +154,7 @@ class Driver:
         for state in self._running:
             if state in named or state.computed >= state.length or len(named) >= rows or not budget:
                 continue
-            if len(state.tokens) < state.length:
+            if len(state.tokens) < state.length or self._can_decode(state):
                 continue
             count = min(options.chunk, budget, state.length - state.computed)
             end = state.computed + count
@@ -212,7 +221,8 @@ class Driver:
         self._next_admission += 1
         state.length, state.blocks = len(state.tokens), self._cached(state.tokens)
         state.computed = len(state.blocks) * self._info.block_size
-        state.sent = min(len(state.tokens), max(self.options.piece, state.computed + 1) if self.options.piece else 1 << 30)
+        first = max(self.options.piece, state.computed + 1) if self.options.piece else state.length
+        state.sent = min(state.length, first)
         return Admit(
             state.row,
             state.admission_id,

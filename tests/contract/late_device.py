@@ -2,7 +2,8 @@
 
 Work waits in its stream. When the host waits for an event, streams run by a priority drawn from the seed until that
 event is reached; a stream stops at a fence until the event behind it is reached. Every such order is one a real device
-could take. `without` turns one fence off: whoever would wait there does not.
+could take. Seed 0 is late all the time; others are quick but for a spell somewhere, so that lateness strikes in the
+middle of things. `without` turns one fence off: whoever would wait there does not.
 """
 
 import itertools
@@ -13,6 +14,9 @@ from collections.abc import Callable
 import torch
 
 from executor_svc.streams import Event, Fence, Stream
+
+# Pieces of work for which a device that is late once stays so: three or four steps.
+SPELL = 12
 
 
 class LateEvent:
@@ -34,6 +38,9 @@ class LateDevice:
     def __init__(self, seed: int = 0, *, without: Fence | None = None) -> None:
         self._rng = random.Random(seed)
         self._without = without
+        start = self._rng.randrange(20, 160)
+        self._late = range(1 << 60) if seed == 0 else range(start, start + SPELL)
+        self._enqueued = 0
         self._queues: dict[Stream, deque[Callable[[], None] | LateEvent | _Wait]] = {s: deque() for s in Stream}
         self._orders = list(itertools.permutations(Stream))
         self._failure: BaseException | None = None
@@ -63,6 +70,9 @@ class LateDevice:
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
         self._queues[stream].append(work)
+        self._enqueued += 1
+        if self._enqueued not in self._late:
+            self._run_all()
 
     def record(self, stream: Stream) -> LateEvent:
         event = LateEvent()
@@ -89,6 +99,10 @@ class LateDevice:
 
     def close(self) -> None:
         self.synchronize()
+
+    def _run_all(self) -> None:
+        while any(self._run_one(stream) for stream in Stream):
+            pass
 
     def _run_until(self, reached: Callable[[], bool]) -> None:
         order = self._rng.choice(self._orders)
