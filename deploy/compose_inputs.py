@@ -38,6 +38,7 @@ def versions(report: Report) -> None:
     report.say(f"commit {commit or 'unknown'}, {time.strftime('%Y-%m-%d')}, {platform.system()} {platform.machine()}")
     report.say("engine " + docker("version", "--format", "{{.Server.Version}} (API {{.Server.APIVersion}})").strip())
     report.say(docker("compose", "version").strip())
+    report.say("base image python:3.11-slim with " + docker("run", "--rm", "python:3.11-slim", "python", "-V").strip())
     report.say("buildx " + docker("buildx", "version").strip())
 
 
