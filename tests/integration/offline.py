@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.clock import SystemClock
 from common.messages import Hello, Sampling, Welcome, u32
@@ -13,10 +13,13 @@ from scheduler_svc.messages import FinishReason, Submit
 
 MAX_STEPS = 20_000
 
+# Prompt token ids and how to continue them.
+Request = tuple[Sequence[int], Sampling]
+
 
 @dataclass(frozen=True)
 class Generation:
-    """What came out of one `generate`: tokens per prompt, and how it went."""
+    """What came out of one `generate`: tokens per request, and how it went."""
 
     tokens: tuple[tuple[int, ...], ...]
     steps: int
@@ -27,8 +30,7 @@ class Generation:
 
 def generate(
     executor: StepExecutor,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    requests: Sequence[Request],
     *,
     depth: int = 2,
     at_once: int = 16,
@@ -36,11 +38,10 @@ def generate(
     prefix_cache: bool = True,
     lose_executor_after: int = 0,
 ) -> Generation:
-    """Greedy or seeded generation of every prompt, at most `at_once` live requests at a time.
+    """Runs every request, at most `at_once` live ones at a time, in order.
 
-    `sampling.seed` is the first prompt's; each next one's is one higher. `lose_executor_after` n: after n steps the
-    stream breaks with steps in flight, and the executor comes back with an empty cache. `executor` must be drained; it
-    is left drained.
+    `lose_executor_after` n: after n steps the stream breaks with steps in flight, and the executor comes back with an
+    empty cache. `executor` must be drained; it is left drained.
     """
     clock = SystemClock()
     core = Scheduler(
@@ -67,20 +68,20 @@ def generate(
         assert not core.executor_up(executor_id, start.epoch, welcome, clock.monotonic_ns())
 
     connect()
-    out: list[list[int]] = [[] for _ in prompts]
+    out: list[list[int]] = [[] for _ in requests]
     done = 0
-    queued = deque(range(len(prompts)))
+    queued = deque(range(len(requests)))
     in_flight: deque[PendingStep] = deque()
     steps = most = live = 0
-    while done < len(prompts):
+    while done < len(requests):
         while queued and live < at_once:
             i = queued.popleft()
             core.submit(
                 Submit(
                     key=i,
                     request_id=f"r{i}",
-                    prompt=u32(prompts[i]),
-                    sampling=replace(sampling, seed=sampling.seed + i),
+                    prompt=u32(requests[i][0]),
+                    sampling=requests[i][1],
                     arrival_ns=clock.monotonic_ns(),
                 ),
                 clock.monotonic_ns(),
