@@ -89,7 +89,7 @@ def cuda_available(device: torch.device) -> int:
 
 
 # The part of the memory found free that the cache takes by itself; the rest is for activations and other processes.
-CPU_SHARE = 0.5
+CPU_SHARE = 0.25
 CUDA_SHARE = 0.88
 
 
