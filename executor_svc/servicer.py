@@ -87,7 +87,9 @@ class ExecutorServicer(pb_grpc.ExecutorServicer):
         try:
             session = await self._handshake(context)
         except StepwireError as error:
-            log.info("refused a stream of %s: %s", context.peer(), error.message)
+            # While it loads a scheduler asks again and again; the others are worth a line.
+            level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
+            log.log(level, "refused a stream of %s: %s", context.peer(), error.message)
             await context.abort(grpc.StatusCode[error.status], error.message)
         tasks = [
             asyncio.ensure_future(session.read_loop(context.read)),
