@@ -66,12 +66,12 @@ def cgroup_available(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            limit = (root / limit_name).read_text().strip()
+            limit = int((root / limit_name).read_text())
             usage = int((root / usage_name).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # no such group, or the limit is "max"
             continue
-        if limit != "max" and int(limit) < 1 << 60:
-            return max(0, int(limit) - usage)
+        if limit < 1 << 60:
+            return max(0, limit - usage)
     return None
 
 

@@ -15,6 +15,9 @@ from executor_svc.rows import HostRow, RowNeeds
 # Purposes of random numbers; a further use of randomness takes a further number.
 PURPOSE_SAMPLE: Final = 0
 
+# Logits put in order at first, on the CPU, where sorting a whole vocabulary takes milliseconds for each row.
+_FEW: Final = 512
+
 # SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), as signed int64.
 _GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -64,9 +67,13 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplePlan:
-    """What this step's sampling must do, known to the host. `needs`: of all rows together."""
+    """What this step's sampling must do, known to the host. `needs`: of all rows together.
+
+    `filtered`: int64 on the device, places of the sampling rows with top-k, top-p or min-p; None: none.
+    """
 
     needs: RowNeeds
+    filtered: torch.Tensor | None = None
     special: tuple[SampleRow, ...] = ()
 
 
@@ -95,10 +102,14 @@ def sample(logits: torch.Tensor, rows: torch.Tensor, state: RowState, plan: Samp
     is_random = temperature > 0
     scaled = logits / torch.where(is_random, temperature, 1.0)[:, None]
     draw = uniform(ints[:, SEED], state.length.index_select(0, rows), PURPOSE_SAMPLE)
-    if needs & RowNeeds.FILTER:
-        chosen = _draw_filtered(scaled, draw, ints[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
-    else:
-        chosen = _draw(scaled.softmax(-1), draw)
+    weights = scaled.softmax(-1)
+    if plan.filtered is not None:
+        # Apart, so that a row without filters has the very weights it has when no row filters.
+        at = plan.filtered
+        own = _filter(scaled.index_select(0, at), weights.index_select(0, at), ints.index_select(0, at)[:, TOP_K],
+                      floats.index_select(0, at))  # fmt: skip
+        weights.index_copy_(0, at, own)
+    chosen = _draw(weights, draw)
     return torch.where(is_random, chosen, greedy)
 
 
@@ -110,20 +121,46 @@ def _draw(weights: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(total, target, right=True).clamp_(max=weights.shape[-1] - 1)[:, 0]
 
 
-def _draw_filtered(
-    scaled: torch.Tensor, draw: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """top-k, then top-p within it, then min-p. Ties are kept in the order of ids, so that k means k."""
-    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[-1], device=ordered.device)
-    ordered = ordered.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), float("-inf"))
-    weights = ordered.softmax(-1)
+def _filter(scaled: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, floats: torch.Tensor) -> torch.Tensor:
+    """top-k, then top-p within it, then min-p. Returns the weights, 0 for what is not kept; not normalised anew.
+
+    What is kept is told by a least logit, so tokens with equal logits stay or go together, and it does not matter how
+    many of the best were put in order to find it.
+    """
+    top_p, min_p = floats[:, TOP_P], floats[:, MIN_P]
+    size = scaled.shape[-1]
+    few = min(size, _FEW)
+    if few < size and scaled.device.type == "cpu":
+        ordered, ids = scaled.topk(few, dim=-1)
+        found, least = _least_kept(ordered, weights.gather(-1, ids), top_k, top_p)
+        if not bool(found.all()):
+            ordered, ids = scaled.sort(dim=-1, descending=True)
+            _, least = _least_kept(ordered, weights.gather(-1, ids), top_k, top_p)
+    else:
+        ordered, ids = scaled.sort(dim=-1, descending=True)
+        _, least = _least_kept(ordered, weights.gather(-1, ids), top_k, top_p)
+    dropped = scaled < least[:, None]
+    dropped |= weights < min_p[:, None] * weights.amax(-1, keepdim=True)
+    return weights.masked_fill(dropped, 0.0)
+
+
+def _least_kept(
+    ordered: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ordered: the best logits, falling [N, m]; weights: theirs. Returns whether m was enough, and the least logit
+    kept, both [N]."""
+    count = ordered.shape[-1]
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    limited = top_k > 0
+    last_k = torch.where(limited, top_k, count).clamp(1, count) - 1
+    total = torch.where(limited, sums.gather(-1, last_k[:, None])[:, 0], 1.0)
     # A token stays as long as those before it have not reached top_p; the first always does.
-    before = weights.cumsum(-1, dtype=torch.float64) - weights
-    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
-    dropped |= weights < min_p[:, None] * weights[:, :1]
-    weights = weights.masked_fill(dropped, 0.0)
-    return ids.gather(-1, _draw(weights, draw)[:, None])[:, 0]
+    last_p = ((sums - weights) < (top_p * total)[:, None]).sum(-1).clamp(1, count) - 1
+    last = torch.where(top_p < 1, torch.minimum(last_k, last_p), last_k)
+    # Without top-k, one token behind the last kept shows that no later one is kept.
+    is_enough = torch.where(limited, top_k <= count, (top_p >= 1) | (last_p < count - 1))
+    least = ordered.gather(-1, last[:, None])[:, 0]
+    return is_enough, torch.where(limited | (top_p < 1), least, float("-inf"))
 
 
 def _penalise(logits: torch.Tensor, rows: torch.Tensor, state: RowState) -> torch.Tensor:

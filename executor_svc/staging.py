@@ -187,7 +187,7 @@ class Stager:
         if not pure:
             self._stage_mixed(batch, sampling, slot, inputs)
         if wishes & ~RowNeeds.PROMPT_LOGPROBS:
-            inputs.sample_plan = self._sample_plan(batch, sampling)
+            inputs.sample_plan = self._sample_plan(batch, sampling, slot)
             if wishes & RowNeeds.LOGPROBS:
                 self._stage_logprobs(batch, sampling, slot, inputs)
         if wishes & RowNeeds.PROMPT_LOGPROBS and not pure:
@@ -221,9 +221,10 @@ class Stager:
             inputs.decode_at = slot.put(decoding)
             inputs.decode_tokens = slot.put(batch.offsets[decoding])
 
-    def _sample_plan(self, batch: Batch, sampling: I64) -> SamplePlan:
+    def _sample_plan(self, batch: Batch, sampling: I64, slot: StagingSlot) -> SamplePlan:
         needs = RowNeeds.NONE
         special: list[SampleRow] = []
+        filtered: list[int] = []
         for place, at in enumerate(sampling.tolist()):
             row = int(batch.rows[at])
             own = RowNeeds(int(self._book.needs[row]))
@@ -235,9 +236,14 @@ class Stager:
             if not masks:
                 own &= ~RowNeeds.MIN_TOKENS
             needs |= own
+            if own & RowNeeds.FILTER:
+                filtered.append(place)
             if own & (RowNeeds.BIAS | RowNeeds.MIN_TOKENS):
                 special.append(SampleRow(place, state, masks))
-        return SamplePlan(needs, tuple(special)) if needs else GREEDY
+        if not needs:
+            return GREEDY
+        places = slot.put(np.array(filtered, np.int64)) if filtered else None
+        return SamplePlan(needs, places, tuple(special))
 
     def logprob_places(self, batch: Batch) -> I64:
         """Batch places of the sampling rows that want logprobs."""

@@ -1,0 +1,144 @@
+"""Both backends against attention written plainly; the exact one against itself, bit for bit."""
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from executor_svc.attention.layout import AttentionBackend, AttentionShape, DecodePart, PrefillPart, StepLayout
+from executor_svc.attention.registry import make_backend
+from executor_svc.build import make_ops
+from executor_svc.kv_cache import KvCache, KvShape
+from executor_svc.numerics import ExactOps
+
+DIM = 16
+SHAPES = {"grouped": (6, 2), "alone": (4, 4), "one": (3, 1)}
+
+
+class Sequence:
+    """Random queries, keys and values of one sequence in one layer."""
+
+    def __init__(self, length: int, heads: int, kv_heads: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(length, heads, DIM, generator=generator)
+        self.k = torch.randn(length, kv_heads, DIM, generator=generator)
+        self.v = torch.randn(length, kv_heads, DIM, generator=generator)
+        self.length = length
+
+    def plain(self, window: int) -> torch.Tensor:
+        group = self.q.shape[1] // self.k.shape[1]
+        k, v = (t.repeat_interleave(group, 1).double() for t in (self.k, self.v))
+        scores = torch.einsum("qhd,khd->hqk", self.q.double(), k) * DIM**-0.5
+        visible = torch.ones(self.length, self.length, dtype=torch.bool).tril()
+        if window:
+            visible &= ~visible.tril(-window)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+class Scene:
+    """A backend over a cache whose blocks are handed out in no order; stale slots hold large numbers."""
+
+    def __init__(self, name: str, heads: int, kv_heads: int, *, window: int = 0, block_size: int = 8) -> None:
+        ops = make_ops("exact" if name == "exact" else "fast")
+        if isinstance(ops, ExactOps):
+            ops.settle({(8, DIM)}, torch.device("cpu"))
+        self.backend: AttentionBackend = make_backend(name, AttentionShape(heads, kv_heads, DIM, (window,)), ops)
+        shape = KvShape(1, kv_heads, DIM, block_size, torch.float32)
+        self.cache = KvCache(shape, 128, lambda size, dtype: torch.full(size, 100.0, dtype=dtype))
+        self.cache.data[:, :, self.cache.null_block] = 0
+        order = torch.randperm(128, generator=torch.Generator().manual_seed(block_size)).tolist()
+        self._free: list[int] = order
+        self._tables: dict[int, list[int]] = {}
+        self.size = block_size
+
+    def step(self, work: list[tuple[int, Sequence, int, int]]) -> list[torch.Tensor]:
+        """work: (row, sequence, start, count) in one step; rows with count 1 and start > 0 decode."""
+        slots: list[int] = []
+        prefills, decode_tokens, decode_rows, lengths = [], [], [], []
+        first = 0
+        for row, _, start, count in work:
+            table = self._tables.setdefault(row, [])
+            while len(table) * self.size < start + count:
+                table.append(self._free.pop())
+            slots += [table[p // self.size] * self.size + p % self.size for p in range(start, start + count)]
+            if count == 1 and start:
+                decode_tokens.append(first)
+                decode_rows.append(row)
+                lengths.append(start + 1)
+            else:
+                prefills.append(PrefillPart(first, count, start, torch.tensor(table)))
+            first += count
+        decode = None
+        if decode_rows:
+            width = max(len(self._tables[row]) for row in decode_rows)
+            null = self.cache.null_block
+            tables = [self._tables[row] + [null] * (width - len(self._tables[row])) for row in decode_rows]
+            index = torch.tensor(decode_tokens) if prefills else None
+            decode = DecodePart(index, torch.tensor(tables), torch.tensor(lengths), max(lengths))
+        layout = StepLayout(torch.tensor(slots), decode, tuple(prefills))
+        parts = [(s.q[a : a + n], s.k[a : a + n], s.v[a : a + n]) for _, s, a, n in work]
+        q, k, v = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        with torch.inference_mode():
+            out = self.backend.begin(self.cache, layout)(0, q, k, v)
+        return list(torch.split(out, [count for _, _, _, count in work]))
+
+
+@pytest.mark.parametrize("name", ["torch", "exact"])
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("window", [0, 5, 70])
+def test_mixed_steps_give_what_plain_attention_gives(name: str, heads: str, window: int) -> None:
+    scene = Scene(name, *SHAPES[heads], window=window)
+    long, short = Sequence(150, *SHAPES[heads], seed=1), Sequence(20, *SHAPES[heads], seed=2)
+    got_long = [*scene.step([(0, long, 0, 90)])]
+    first_short, *_ = scene.step([(4, short, 0, 18), (7, long, 0, 1)])
+    mixed = scene.step([(0, long, 90, 59), (4, short, 18, 1)])
+    last = scene.step([(0, long, 149, 1), (4, short, 19, 1)])
+    want_long, want_short = long.plain(window).float(), short.plain(window).float()
+    assert torch.allclose(torch.cat([*got_long, mixed[0], last[0]]), want_long, atol=1e-5)
+    assert torch.allclose(torch.cat([first_short, mixed[1], last[1]]), want_short, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("window", [0, 70])
+def test_exact_bits_do_not_depend_on_chunks_blocks_or_company(heads: str, window: int) -> None:
+    sequence = Sequence(150, *SHAPES[heads], seed=3)
+    other = [Sequence(140, *SHAPES[heads], seed=4 + n) for n in range(4)]
+    want = torch.cat(Scene("exact", *SHAPES[heads], window=window).step([(0, sequence, 0, 150)]))
+    for block_size in (8, 16, 24):
+        for chunk in (1, 16, 64, 150):
+            scene = Scene("exact", *SHAPES[heads], window=window, block_size=block_size)
+            pieces = []
+            for start in range(0, 150, chunk):
+                count = min(chunk, 150 - start)
+                company = [
+                    (n + 1, o, start, count)
+                    for n, o in enumerate(other[: start % 4])
+                    if start + count < 140 and not start
+                ]
+                pieces.append(scene.step([(0, sequence, start, count), *company])[0])
+            assert torch.equal(torch.cat(pieces), want), (block_size, chunk)
+
+
+def test_exact_decode_bits_do_not_depend_on_the_batch() -> None:
+    sequences = [Sequence(100 + 13 * n, 6, 2, seed=n) for n in range(5)]
+
+    def decode(which: list[int]) -> dict[int, torch.Tensor]:
+        scene = Scene("exact", 6, 2)
+        for row in which:
+            scene.step([(row, sequences[row], 0, sequences[row].length - 1)])
+        out = scene.step([(row, sequences[row], sequences[row].length - 1, 1) for row in which])
+        return dict(zip(which, out, strict=True))
+
+    together = decode([0, 1, 2, 3, 4])
+    for which in ([0], [4], [1, 3], [0, 2, 4]):
+        for row, out in decode(which).items():
+            assert torch.equal(out, together[row])
+
+
+def test_backends_by_name() -> None:
+    shape = AttentionShape(4, 2, DIM, (0,))
+    assert make_backend("auto", shape, make_ops("fast")).name == "torch"
+    assert make_backend("auto", shape, make_ops("exact")).name == "exact"
+    for name, numerics in (("nonsense", "fast"), ("exact", "fast"), ("torch", "exact")):
+        with pytest.raises(ConfigError) as error:
+            make_backend(name, shape, make_ops(numerics))
+        assert error.value.field == "attention_backend"
