@@ -11,6 +11,8 @@ from common.messages import ExecutorInfo
 from executor_svc.attention.layout import AttentionShape
 from executor_svc.attention.registry import make_backend
 from executor_svc.buffers import RowState
+from executor_svc.cpu_device import CpuDevice
+from executor_svc.cuda_device import CudaDevice
 from executor_svc.device_step import DeviceStep, Model
 from executor_svc.graph_cache import GraphCache, GraphShape, context_buckets
 from executor_svc.kv_cache import (
@@ -25,7 +27,7 @@ from executor_svc.kv_cache import (
 from executor_svc.models.decoder import Decoder, LayerWeights
 from executor_svc.numerics import ExactOps, FastOps, can_pack
 from executor_svc.runner import Runner
-from executor_svc.streams import CpuDevice, CudaDevice, Device, Stream
+from executor_svc.streams import Device, Stream
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +131,8 @@ def build_runner(
     state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
     attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
     backend = make_backend(attention_backend, attention_shape, ops)
+    # What was filled above ran on the default stream, which the others do not wait for.
+    device.synchronize()
     step = DeviceStep(model, backend, cache, state, graphs)
     _warm_up(device, step, graphs, max_num_seqs, say)
     info = ExecutorInfo(

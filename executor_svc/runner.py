@@ -17,8 +17,9 @@ from common.messages import ExecutorInfo, Hello, PlanErrorCode, StepMode, StepPl
 from executor_svc.buffers import OutputRing, OutputSlot, RowState, StagingRing
 from executor_svc.device_step import DeviceStep, StepInputs, StepOutputs
 from executor_svc.graph_cache import GraphCache, GraphShape
-from executor_svc.input_batch import Batch, PlanCheck, make_batch
+from executor_svc.input_batch import Batch, make_batch
 from executor_svc.kv_cache import KvCache
+from executor_svc.plan_check import PlanCheck
 from executor_svc.results import collect_outputs, make_result
 from executor_svc.rows import HostRow, RowBook
 from executor_svc.staging import Stager

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from executor_svc.build import build_runner, make_device, make_ops
+from executor_svc.cpu_device import CpuDevice
 from executor_svc.loader.random import random_decoder
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder
 from executor_svc.numerics import ExactOps, FastOps
 from executor_svc.runner import Runner
 from executor_svc.step_executor import StepExecutor
-from executor_svc.streams import CpuDevice, Device
+from executor_svc.streams import Device
 from tests.contract.late_device import LateDevice
 from tests.fakes.toy_executor import ToyExecutor, toy_info
 

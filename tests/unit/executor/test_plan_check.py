@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages import Admit, ExecutorInfo, Extend, PlanErrorCode, Sampling, StepPlan, u32
-from executor_svc.input_batch import PlanCheck, make_batch
+from executor_svc.input_batch import make_batch
+from executor_svc.plan_check import PlanCheck
 from executor_svc.rows import NO_BLOCK, RowBook
 from executor_svc.step_executor import PlanRefused
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from common.messages import Sampling
 from executor_svc.buffers import RowState
+from executor_svc.cpu_device import CpuDevice
 from executor_svc.rows import HostRow, RowNeeds, needs_of
 from executor_svc.sampler import (
     PURPOSE_SAMPLE,
@@ -21,7 +22,6 @@ from executor_svc.sampler import (
     top_logprobs,
     uniform,
 )
-from executor_svc.streams import CpuDevice
 
 VOCAB = 50
 

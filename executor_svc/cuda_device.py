@@ -1,0 +1,123 @@
+"""CUDA as a Device; see executor_svc/streams.py."""
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from common.clock import Clock, SystemClock
+from executor_svc.streams import Event, Fence, Stream
+
+
+class CudaEvent:
+    def __init__(self, device: "CudaDevice", event: torch.cuda.Event) -> None:
+        self.event: Final = event
+        self._device = device
+
+    def time_ns(self) -> int:
+        return self._device.time_ns_of(self.event)
+
+
+class CudaDevice:
+    """One CUDA device. Enqueued work runs at once and launches its kernels on the stream."""
+
+    # elapsed_time is a float32 of milliseconds: the base moves along so that it keeps its microseconds.
+    _REBASE_MS: Final = 5_000.0
+
+    def __init__(self, index: int = 0, *, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._device = torch.device("cuda", index)
+        torch.cuda.set_device(self._device)
+        self._streams: dict[Stream, torch.cuda.Stream] = {
+            stream: torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            for stream in Stream
+        }
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._device)
+        self._base.record(self._streams[Stream.COMPUTE])
+        self._base.synchronize()
+        self._base_ns = self._clock.monotonic_ns()
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self._device)
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def stream_of(self, stream: Stream) -> torch.cuda.Stream:
+        return self._streams[stream]
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.zeros(shape, dtype=dtype, device=self._device)
+        torch.cuda.synchronize(self._device)
+        return tensor
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        with torch.cuda.stream(self._streams[Stream.COPY_IN]):
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        for stream in (Stream.COMPUTE, Stream.COPY_OUT):
+            tensor.record_stream(self._streams[stream])
+        return tensor
+
+    def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._streams[stream]):
+                work()
+        except Exception as error:  # noqa: BLE001 - whatever the step met ends the epoch, in its result
+            self._failure = error
+
+    def record(self, stream: Stream) -> CudaEvent:
+        # Blocking: a waiting host thread sleeps instead of spinning.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._streams[stream])
+        return CudaEvent(self, event)
+
+    def fence(self, fence: Fence, stream: Stream, event: Event | None) -> None:
+        if event is not None:
+            assert isinstance(event, CudaEvent)
+            self._streams[stream].wait_event(event.event)
+
+    def host_fence(self, fence: Fence, event: Event | None) -> None:
+        if event is not None:
+            assert isinstance(event, CudaEvent)
+            try:
+                event.event.synchronize()
+            except RuntimeError as error:
+                self._failure = self._failure or error
+
+    def time_ns_of(self, event: torch.cuda.Event) -> int:
+        with self._lock:
+            try:
+                elapsed_ms = self._base.elapsed_time(event)
+            except RuntimeError:  # the device failed; its times mean nothing
+                return 0
+            time_ns = self._base_ns + int(elapsed_ms * 1e6)
+            if elapsed_ms > self._REBASE_MS:
+                self._base, self._base_ns = event, time_ns
+            return time_ns
+
+    def synchronize(self) -> None:
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            self._failure = self._failure or error
+
+    def recover(self) -> None:
+        self._failure = None
+
+    def close(self) -> None:
+        self.synchronize()
