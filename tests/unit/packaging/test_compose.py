@@ -51,7 +51,10 @@ def test_only_loopback_is_published(services: dict[str, Any]) -> None:
 
 
 def test_only_the_model_service_writes_the_volume(services: dict[str, Any]) -> None:
-    mounts = {name: [v for v in service["volumes"] if v.startswith("models:")] for name, service in services.items()}
+    mounts = {
+        name: [v for v in service["volumes"] if isinstance(v, str) and v.startswith("models:")]
+        for name, service in services.items()
+    }
     assert mounts["model"] == ["models:/models"]
     assert mounts["executor"] == mounts["scheduler"] == ["models:/models:ro"]
 
