@@ -30,7 +30,9 @@ class _Workspace:
         size = tables.numel() * blocks[0].numel()
         flat = self._flat[which]
         if flat is None or flat.numel() < size or flat.dtype != blocks.dtype:
-            flat = self._flat[which] = torch.empty(size, dtype=blocks.dtype, device=blocks.device)
+            # Doubled, so that sequences that grow block by block do not each time ask for a little more.
+            capacity = 1 << (size - 1).bit_length()
+            flat = self._flat[which] = torch.empty(capacity, dtype=blocks.dtype, device=blocks.device)
         out = flat[:size].view(tables.numel(), *blocks.shape[1:])
         torch.index_select(blocks, 0, tables.reshape(-1), out=out)
         return out.view(tables.shape[0], -1, *blocks.shape[2:])
