@@ -1,4 +1,12 @@
-"""Before any test module is imported: what exact numerics need in the environment must stand there before torch does."""
+"""Before any test module is imported: what exact numerics need must stand in the environment before torch is loaded.
+
+One thread per operation: tests share the machine with the services they start, and threads that wait for each other on
+busy cores are slower than one.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from executor_svc.environment import prepare_environment
 
