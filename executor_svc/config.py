@@ -29,7 +29,9 @@ class ExecutorConfig(ServiceConfig):
     num_blocks: int = Field(default=0, ge=0, description="KV blocks; 0: measured, or from kv_cache_memory")
     kv_cache_memory: Size = Field(default=0, ge=0, description="memory for KV blocks (2GiB); 0: measured")
     max_num_seqs: int = Field(default=64, ge=1, description="sequences in one step, at most")
-    max_tokens_per_step: int = Field(default=2048, ge=1, description="tokens in one step, at most")
+    max_tokens_per_step: int = Field(
+        default=0, ge=0, description="tokens in one step, at most; 0: 512 on a CPU, 2048 on a GPU"
+    )
     max_context: int = Field(default=0, ge=0, description="prompt and completion together, tokens; 0: the model's own")
     attention_backend: str = Field(default="auto", description="auto, torch or exact; auto: what suits numerics")
     threads: int = Field(

@@ -116,7 +116,8 @@ class ToyExecutor:
         self._storage: U32 = np.full(self._info.num_blocks * self._info.block_size, POISON, dtype=np.uint32)
         self._rows: dict[int, ToyRow] = {}
         self._pending: list[_Step] = []
-        self._seen_admissions: set[int] = set()
+        self._seen_admissions: set[int] = set()  # of the present scheduler, which never uses one twice
+        self._scheduler_id = b""
         self._epoch = 0
         self._ended = True
         self._next_step = 1
@@ -147,6 +148,9 @@ class ToyExecutor:
                 self._finish_writes(step)
             self._pending.clear()
             self._rows.clear()
+            if hello.scheduler_id != self._scheduler_id:
+                self._scheduler_id = hello.scheduler_id
+                self._seen_admissions.clear()
             kept = self.keep_kv and hello.keep_kv and hello.known_incarnation == self._incarnation
             if not kept:
                 self._storage[:] = POISON

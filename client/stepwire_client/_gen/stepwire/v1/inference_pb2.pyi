@@ -226,7 +226,7 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """1. 0: greedy. In [0, 100]."""
+    """1. 0 (and below 1e-5): greedy. In [0, 100]."""
     top_k: _builtins.int
     """0: no limit."""
     top_p: _builtins.float
@@ -236,7 +236,7 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """drawn by the server and told in `started`."""
     repetition_penalty: _builtins.float
-    """1: off. In (0, 10]."""
+    """1: off. In [0.01, 10]."""
     presence_penalty: _builtins.float
     """0: off. In [-2, 2]."""
     frequency_penalty: _builtins.float
