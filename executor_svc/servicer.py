@@ -14,7 +14,8 @@ from google.protobuf.message import DecodeError
 from common.clock import Clock, SystemClock
 from common.errors import Draining, ProtocolError, StepwireError, Unavailable
 from common.messages import PROTOCOL_VERSION, Hello, Welcome
-from common.wire import decode_hello, encode_from_executor, encode_info
+from common.wire import encode_from_executor
+from common.wire_handshake import decode_hello, encode_info
 from executor_svc.lease import Holder, Lease
 from executor_svc.session import Session, SessionLimits, StepTraceSink
 from executor_svc.step_executor import StepExecutor

@@ -17,7 +17,8 @@ from google.protobuf.message import DecodeError
 from common.clock import Clock
 from common.errors import ProtocolError
 from common.messages import Draining, PlanError, PlanErrorCode, StepPlan, StepResult
-from common.wire import decode_plan, encode_from_executor
+from common.wire import encode_from_executor
+from common.wire_plan import decode_plan
 from executor_svc.lease import LEASE_NS, Holder
 from executor_svc.step_threads import Answer, EpochRun, StepThreads
 from stepwire.executor.v1 import executor_pb2 as pb

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.messages import Hello, PlanError, PlanErrorCode, StepPlan, StepResult
-from common.wire import encode_from_executor, output_chunks
+from common.wire import encode_from_executor
+from common.wire_result import output_chunks
 from executor_svc.step_executor import PendingStep, PlanRefused, StepExecutor
 from stepwire.executor.v1 import executor_pb2 as pb
 

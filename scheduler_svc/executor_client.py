@@ -26,7 +26,8 @@ from common.messages import (
     ToExecutor,
     Welcome,
 )
-from common.wire import decode_from_executor, decode_output_chunk, encode_to_executor
+from common.wire import decode_from_executor, encode_to_executor
+from common.wire_result import decode_output_chunk
 from scheduler_svc.stream_parts import ClockEstimate, OutputJoiner
 from stepwire.executor.v1 import executor_pb2 as pb
 from stepwire.executor.v1 import executor_pb2_grpc as pb_grpc

@@ -18,7 +18,8 @@ from common.messages import (
     Welcome,
     u32,
 )
-from common.wire import decode_hello, encode_from_executor
+from common.wire import encode_from_executor
+from common.wire_handshake import decode_hello
 from executor_svc.servicer import ExecutorServicer, RunContext
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.outcome import Ending

@@ -16,7 +16,8 @@ from common.messages import (
     StepPlan,
     StepResult,
 )
-from common.wire import decode_output_chunk, encode_to_executor
+from common.wire import encode_to_executor
+from common.wire_result import decode_output_chunk
 from executor_svc.session import SessionLimits
 from stepwire.executor.v1 import executor_pb2 as pb
 from tests.fakes.toy_executor import ToyExecutor, toy_info

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import messages as m
-from common import wire
+from common import wire, wire_columns, wire_handshake, wire_plan, wire_result
 from common.errors import ProtocolError
 from stepwire.executor.v1 import executor_pb2 as pb
 from tests.unit.common.step_messages import ROWS, from_executor, infos, same, to_executor
@@ -33,22 +33,22 @@ def test_from_executor_round_trip(message: m.FromExecutor) -> None:
 @SETTINGS
 @given(infos)
 def test_info_round_trip(info: m.ExecutorInfo) -> None:
-    assert wire.decode_info(wire.encode_info(info)) == info
+    assert wire_handshake.decode_info(wire_handshake.encode_info(info)) == info
 
 
 @SETTINGS
 @given(ROWS)
 def test_bitmap_is_as_short_as_it_can_be(rows: m.U32) -> None:
-    data = wire.pack_bitmap(rows)
+    data = wire_columns.pack_bitmap(rows)
     assert len(data) == (int(rows[-1]) // 8 + 1 if len(rows) else 0)
-    assert np.array_equal(wire.unpack_bitmap(data + b"\0\0"), rows)
+    assert np.array_equal(wire_columns.unpack_bitmap(data + b"\0\0"), rows)
 
 
 @pytest.mark.parametrize("size", [0, 1, m.MAX_OUTPUT_CHUNK_BYTES, m.MAX_OUTPUT_CHUNK_BYTES + 1, 1_000_000])
 def test_outputs_are_cut_into_chunks_and_every_chunk_says_where_it_belongs(size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
     output = m.Output(7, m.OutputKind.RAW_LOGITS, 3, 11, 40, 1, data)
-    chunks = [wire.decode_output_chunk(chunk) for chunk in wire.output_chunks(5, output)]
+    chunks = [wire_result.decode_output_chunk(chunk) for chunk in wire_result.output_chunks(5, output)]
     assert b"".join(chunk.data for chunk in chunks) == data
     assert all(len(chunk.data) <= m.MAX_OUTPUT_CHUNK_BYTES for chunk in chunks)
     assert [chunk.offset for chunk in chunks] == list(range(0, max(size, 1), m.MAX_OUTPUT_CHUNK_BYTES))
@@ -59,7 +59,7 @@ def test_outputs_are_cut_into_chunks_and_every_chunk_says_where_it_belongs(size:
 
 def test_columns_are_read_only_on_both_sides() -> None:
     plan = m.StepPlan(1, 1, 0, 1, decode_rows=m.u32([3]), release=m.u32([1, 2]))
-    for one in (plan, wire.decode_plan(wire.encode_plan(plan))):
+    for one in (plan, wire_plan.decode_plan(wire_plan.encode_plan(plan))):
         for name in ("decode_rows", "release", "grant_rows"):
             with pytest.raises(ValueError, match="read-only"):
                 getattr(one, name)[...] = 0
@@ -79,7 +79,7 @@ def test_plan_column_that_is_not_whole_values(name: str) -> None:
     message = pb.StepPlan(epoch=1, step_id=1)
     setattr(message, name, b"\1\2\3")
     with pytest.raises(ProtocolError) as caught:
-        wire.decode_plan(message)
+        wire_plan.decode_plan(message)
     assert caught.value.field == name
 
 
@@ -88,7 +88,7 @@ def test_plan_columns_that_belong_together_have_one_length(name: str) -> None:
     message = pb.StepPlan(epoch=1, step_id=1)
     setattr(message, name, b"\1\0\0\0")
     with pytest.raises(ProtocolError) as caught:
-        wire.decode_plan(message)
+        wire_plan.decode_plan(message)
     assert caught.value.field.split("_")[0] == name.split("_")[0]
 
 
@@ -115,7 +115,7 @@ def _sampled(sampling: pb.Sampling) -> pb.StepPlan:
 )
 def test_nested_plan_column_is_named_with_its_path(message: pb.StepPlan, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        wire.decode_plan(message)
+        wire_plan.decode_plan(message)
     assert caught.value.field == field
 
 
@@ -142,7 +142,7 @@ ONE = b"\1\0\0\0"
 )
 def test_malformed_result(message: pb.StepResult, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        wire.decode_result(message)
+        wire_result.decode_result(message)
     assert caught.value.field == field
 
 
@@ -151,11 +151,11 @@ def test_malformed_result(message: pb.StepResult, field: str) -> None:
     [
         (wire.decode_to_executor, pb.ToExecutor()),
         (wire.decode_from_executor, pb.FromExecutor()),
-        (wire.decode_plan_error, pb.PlanError()),
-        (wire.decode_output_chunk, pb.OutputChunk()),
-        (wire.decode_hello, pb.Hello(scheduler_id=b"x" * 16, epoch=1)),
-        (wire.decode_hello, pb.Hello(scheduler_id=b"x" * 15, epoch=1, pipeline_depth=1)),
-        (wire.decode_info, pb.ExecutorInfo()),
+        (wire_result.decode_plan_error, pb.PlanError()),
+        (wire_result.decode_output_chunk, pb.OutputChunk()),
+        (wire_handshake.decode_hello, pb.Hello(scheduler_id=b"x" * 16, epoch=1)),
+        (wire_handshake.decode_hello, pb.Hello(scheduler_id=b"x" * 15, epoch=1, pipeline_depth=1)),
+        (wire_handshake.decode_info, pb.ExecutorInfo()),
     ],
 )
 def test_other_malformed_messages(decode: Callable[[object], object], message: object) -> None:

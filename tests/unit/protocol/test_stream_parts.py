@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolError
 from common.messages import Output, OutputChunk, OutputKind
-from common.wire import decode_output_chunk, output_chunks
+from common.wire_result import decode_output_chunk, output_chunks
 from scheduler_svc.liveness import BEAT_S, STUCK_AFTER_BEATS, Liveness
 from scheduler_svc.stream_parts import Backoff, ClockEstimate, OutputJoiner
 
