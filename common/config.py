@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Final, Generic, Literal, NoReturn, TypeV
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
-from common.config_sources import PREFIX, flag_of, from_environment, from_file, from_flags
+from common.config_sources import PREFIX, flag_of, from_environment, from_file, from_flags, from_standards
 from common.errors import ConfigError
 
 # A service that ends with this status was told something wrong (configuration, model files, a port that is taken):
@@ -135,7 +135,8 @@ def load_config(kind: type[C], argv: Sequence[str], environ: Mapping[str, str] |
     flags, file = from_flags(fields, argv)
     variables = from_environment(kind.service, fields, environ)
     file = file or environ.get(PREFIX + "CONFIG", "")
-    layers = (flags, variables, from_file(kind.service, fields, file) if file else {})
+    given = from_file(kind.service, fields, file) if file else {}
+    layers = (flags, variables, given, from_standards(fields, environ))
     values: dict[str, str] = {}
     sources = dict.fromkeys(fields, "default")
     for layer in reversed(layers):

@@ -24,7 +24,7 @@ SCHEDULER_NAMES: Final = COMMON_NAMES | {
     "executors", "pipeline_depth", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk",
     "enable_prefix_cache", "policy", "max_queued_requests", "max_queued_tokens", "slow_reader_s", "drain_s",
     "tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file", "max_message_bytes", "api_workers",
-    "served_model_name", "trace_window_interval_s", "trace_sample_ratio", "slow_step_ms",
+    "allow_request_templates", "served_model_name", "trace_window_interval_s", "trace_sample_ratio", "slow_step_ms",
 }  # fmt: skip
 EXECUTOR_NAMES: Final = COMMON_NAMES | {
     "device", "dtype", "numerics", "block_size", "num_blocks", "kv_cache_memory", "max_num_seqs",
@@ -114,10 +114,15 @@ def from_environment(service: str, fields: Fields, environ: Mapping[str, str]) -
             raise _unknown("environment variable", variable, [*known, *sorted(OTHER_VARIABLES)])
         if name in fields and value:
             (specific if variable.startswith(mine) else found)[name] = (value, f"environment {variable}")
-    standard = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
-    if standard and "otlp_endpoint" in fields:
-        found.setdefault("otlp_endpoint", (standard, "environment OTEL_EXPORTER_OTLP_ENDPOINT"))
     return found | specific
+
+
+def from_standards(fields: Fields, environ: Mapping[str, str]) -> Layer:
+    """Variables that are not ours; they count where none of our names was given."""
+    endpoint = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    if not endpoint or "otlp_endpoint" not in fields:
+        return {}
+    return {"otlp_endpoint": (endpoint, "environment OTEL_EXPORTER_OTLP_ENDPOINT")}
 
 
 class _StrictLoader(yaml.SafeLoader):

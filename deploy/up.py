@@ -114,10 +114,14 @@ class _Up:
         self.scheduler_flags, self.executor_flags = route_flags(argv)
         self.scheduler: Loaded[SchedulerConfig] = load_config(SchedulerConfig, self.scheduler_flags, environ)
         self.executor: Loaded[ExecutorConfig] = load_config(ExecutorConfig, self.executor_flags, environ)
-        if self.scheduler.sources["executors"].startswith("flag"):
-            raise ConfigError("stepwire up starts its own executor; for others use stepwire scheduler --executors")
+        if (source := self.scheduler.sources["executors"]) != "default":
+            raise ConfigError(
+                f"executors ({source}): stepwire up starts its own executor; for others use stepwire scheduler"
+            )
         self.scheduler_file = self.scheduler.config.address_file or directory / "scheduler.address"
         self.executor_file = self.executor.config.address_file or directory / "executor.address"
+        if self.scheduler_file == self.executor_file:
+            raise ConfigError(f"address_file: both services would write {self.executor_file}; name one for each")
         for file in (self.scheduler_file, self.executor_file):
             file.unlink(missing_ok=True)  # one left by an earlier run would be taken for this one's
         self._executor_listen = self._choose_executor_listen(directory)

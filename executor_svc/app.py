@@ -76,6 +76,7 @@ class _Process:
         self._health = health.aio.HealthServicer()
         self._threads: StepThreads | None = None
         self._signalled_s = 0.0
+        self._fatal = ""  # what killed the executor, also while it drains
         self._stop: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
 
     async def listen(self) -> None:
@@ -112,6 +113,9 @@ class _Process:
         if status == EXIT_OK:
             log.info("draining for at most %.1f s: %s", self._options.drain_s, reason)
             await self._servicer.drain(reason, self._options.drain_s)
+            if self._fatal:
+                log.critical("the executor died while it drained: %s", self._fatal)
+                status = EXIT_FAILED
         else:
             log.critical("the executor is dead: %s", reason)
             await self._servicer.stop(grpc.StatusCode.INTERNAL, f"the executor is dead: {reason}")
@@ -132,6 +136,7 @@ class _Process:
             os._exit(128 + number)
 
     def _on_fatal(self, reason: str) -> None:
+        self._fatal = self._fatal or reason
         if not self._stop.done():
             self._stop.set_result((EXIT_FAILED, reason))
 

@@ -61,9 +61,9 @@ class KvCache:
 
 def cgroup_available(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes this process's control group may still take; None: no limit, or no control groups."""
-    for limit_name, usage_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit_name, usage_name, stat_name in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         try:
             limit = int((root / limit_name).read_text())
@@ -71,8 +71,19 @@ def cgroup_available(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         except (OSError, ValueError):  # no such group, or the limit is "max"
             continue
         if limit < 1 << 60:
-            return max(0, limit - usage)
+            return max(0, limit - max(0, usage - _file_pages(root / stat_name)))
     return None
+
+
+def _file_pages(stat: Path) -> int:
+    """Bytes of files in the page cache, which count as used and are given up when memory is asked for; 0: unknown."""
+    try:
+        lines = [line.split() for line in stat.read_text().splitlines()]
+    except OSError:
+        return 0
+    found = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+    prefix = "total_" if "total_inactive_file" in found else ""
+    return found.get(prefix + "inactive_file", 0) + found.get(prefix + "active_file", 0)
 
 
 def host_available() -> int:

@@ -83,6 +83,7 @@ class Runner:
         self.state = state
         self._clock = clock or SystemClock()
         self._incarnation = secrets.randbits(64) | 1
+        self._last_scheduler_id = b""
         self.pipeline_depth = pipeline_depth
         self._max_pending = pipeline_depth + 2
         self._staging = StagingRing(device, pipeline_depth, staging_bytes)
@@ -126,7 +127,10 @@ class Runner:
             self._on_released(self._book.release(row), self._book.blocks_of(row))
         self._book.clear()
         self._epoch, self._next_step_id, self._ended = hello.epoch, 1, False
-        kept = whole and hello.keep_kv and hello.known_incarnation == self._incarnation
+        # Another scheduler may have written anything into blocks that this one believes its own.
+        own = hello.scheduler_id == self._last_scheduler_id
+        self._last_scheduler_id = hello.scheduler_id
+        kept = whole and own and hello.keep_kv and hello.known_incarnation == self._incarnation
         if not kept:
             # A failed device may have left anything anywhere.
             self._stager.dirty_blocks.update(range(self._info.num_blocks) if not whole else ())

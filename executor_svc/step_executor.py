@@ -46,7 +46,8 @@ class StepExecutor(Protocol):
     def begin_epoch(self, hello: Hello) -> bool:
         """Waits for device work in flight, releases every row and starts `hello.epoch`; step ids start from 1 again.
 
-        Returns whether the blocks' contents were kept: `hello.keep_kv` and `hello.known_incarnation` is ours.
+        Returns whether the blocks' contents were kept: `hello.keep_kv`, `hello.known_incarnation` is ours, and the
+        epoch before was the same scheduler's.
         """
         ...
 

@@ -8,8 +8,10 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from common.messages import Hello, PlanError, PlanErrorCode, StepPlan, StepResult
 from common.wire import encode_from_executor
@@ -18,6 +20,9 @@ from executor_svc.step_executor import PendingStep, PlanRefused, StepExecutor
 from stepwire.executor.v1 import executor_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+# A step that takes longer hangs: the longest honest one, a large chunk of a large model on a small CPU, takes minutes.
+STEP_LIMIT_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,12 +86,21 @@ class StepThreads:
     """
 
     def __init__(
-        self, executor: StepExecutor, loop: asyncio.AbstractEventLoop, on_fatal: Callable[[str], None]
+        self,
+        executor: StepExecutor,
+        loop: asyncio.AbstractEventLoop,
+        on_fatal: Callable[[str], None],
+        step_limit_s: float = STEP_LIMIT_S,
     ) -> None:
         self._executor = executor
         self._loop = loop
         self._on_fatal = on_fatal
+        self._step_limit_s = step_limit_s
         self._current: EpochRun | None = None  # the runner's
+        # When the runner and the waiter began what they are at, time.monotonic(); 0: at nothing. Each writes its own,
+        # the I/O loop reads.
+        self._launching_since_s = 0.0
+        self._waiting_since_s = 0.0
         self._inbox: queue.SimpleQueue[_Begin | _Step | _Refuse | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | _Refuse | threading.Event | None] = queue.SimpleQueue()
         self._runner = threading.Thread(target=self._run, name="runner", daemon=True)
@@ -95,6 +109,15 @@ class StepThreads:
     def start(self) -> None:
         self._runner.start()
         self._waiter.start()
+        self._watch()
+
+    def _watch(self) -> None:
+        """A device that hangs answers nothing, not even an error: the process must end for another to take over."""
+        since_s = min((s for s in (self._launching_since_s, self._waiting_since_s) if s), default=0.0)
+        if since_s and time.monotonic() - since_s > self._step_limit_s:
+            self._on_fatal(f"a step did not end within {self._step_limit_s:.0f} s")
+        else:
+            self._loop.call_later(self._step_limit_s / 10, self._watch)
 
     def begin_epoch(self, run: EpochRun) -> asyncio.Future[bool]:
         """Resolves, once device work in flight is over and the rows are released, to whether blocks were kept."""
@@ -153,6 +176,7 @@ class StepThreads:
         elif run.ended:
             self._refuse(run, _error(plan, PlanErrorCode.EPOCH_ENDED, "an earlier plan of this epoch failed"))
         else:
+            self._launching_since_s = time.monotonic()
             try:
                 pending = self._executor.execute(plan, step.received_ns)
             except PlanRefused as refusal:
@@ -164,6 +188,8 @@ class StepThreads:
                 self._post(self._on_fatal, f"execute failed: {error!r}")
             else:
                 self._launched.put(_Launched(run, plan, pending))
+            finally:
+                self._launching_since_s = 0.0
 
     def _refuse(self, run: EpochRun, error: PlanError) -> None:
         if run.ended and error.code is not PlanErrorCode.STALE_EPOCH:
@@ -185,6 +211,7 @@ class StepThreads:
 
     def _finish(self, step: _Launched) -> None:
         run, plan = step.run, step.plan
+        self._waiting_since_s = time.monotonic()
         try:
             result = step.pending.wait()
         except PlanRefused as refusal:
@@ -202,6 +229,8 @@ class StepThreads:
             chunks = tuple(chunk for output in result.outputs for chunk in output_chunks(result.epoch, output))
             message.result.output_bytes = sum(len(output.data) for output in result.outputs)
             self._answer(run, Answer(message, chunks, plan, result))
+        finally:
+            self._waiting_since_s = 0.0
 
     def _fail(self, run: EpochRun, plan: StepPlan, error: PlanError) -> None:
         if run.failed and error.code is not PlanErrorCode.EPOCH_ENDED:

@@ -98,7 +98,11 @@ async def _run(config: SchedulerConfig, engine: EngineLoop, server: ApiServer) -
         await engine.stop()
         return EXIT_FAILED
     log.info("draining for at most %.1f s: %s", config.drain_s, stop.result())
-    if unfinished := await engine.drain(config.drain_s):
+    drain = asyncio.ensure_future(engine.drain(config.drain_s))
+    await _first_of(drain, engine.failed)
+    if not drain.done():
+        drain.cancel()
+    elif unfinished := drain.result():
         log.warning("%d requests were ended unfinished", unfinished)
     await server.stop(LAST_WRITES_S)
     await engine.stop()
@@ -129,6 +133,7 @@ def api_options(config: SchedulerConfig, version: str) -> ApiOptions:
         tls=tls,
         auth_tokens=read_tokens(config.auth_tokens_file) if config.auth_tokens_file is not None else (),
         slow_reader_s=config.slow_reader_s,
+        allow_request_templates=config.allow_request_templates,
         drain_s=config.drain_s,
         version=version,
     )

@@ -50,7 +50,8 @@ class ChatTemplate:
 
 
 class _Budget(jinja2.ext.Extension):
-    """Counts loop turns and macro calls of the rendering in this thread: a caller's template can not run for ever.
+    """Counts loop turns and macro calls of the rendering in this thread: a template whose
+    loops do not end is stopped. What one expression does is not bounded: callers' own templates are off by default.
 
     Not a variable of the template, which could set it to something else.
     """

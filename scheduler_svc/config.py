@@ -48,6 +48,9 @@ class SchedulerConfig(ServiceConfig):
     max_message_bytes: Size = Field(
         default=PUBLIC_MAX_MESSAGE_BYTES, ge=65536, description="largest public message, bytes"
     )
+    allow_request_templates: bool = Field(
+        default=False, description="take chat templates from callers: programs that may eat time and memory here"
+    )
     api_workers: int = Field(default=0, ge=0, description="0: the API runs in the core's process")
     trace_window_interval_s: float = Field(default=5.0, gt=0, description="seconds between two traced windows of steps")
     trace_sample_ratio: float = Field(

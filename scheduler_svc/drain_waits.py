@@ -32,9 +32,12 @@ class DrainWaits:
     def _deadline(self, waiting: asyncio.Future[int]) -> None:
         if not waiting.done():
             waits, self._waits = self._waits, []  # `check` runs while the rest ends, and would answer 0
-            unfinished = self._end_rest()
-            self._waits = waits
-            self._resolve(unfinished)
+            unfinished = 0
+            try:
+                unfinished = self._end_rest()
+            finally:  # whoever waits hears of it even when the core is broken
+                self._waits = waits
+                self._resolve(unfinished)
 
     def _resolve(self, unfinished: int) -> None:
         waits, self._waits = self._waits, []

@@ -174,9 +174,8 @@ class ExecutorDriver:
         finally:
             self._stream = None
             self._in_flight = 0
+            self._core.executor_down(self.executor_id, self._clock.monotonic_ns())
             if not refused:
-                now_ns = self._clock.monotonic_ns()
-                self._core.executor_down(self.executor_id, now_ns)
                 self._tell("lost", self._last_error or "closed properly")
             self._host.executors_changed()
             await stream.close()

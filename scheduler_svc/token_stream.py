@@ -98,6 +98,7 @@ class TokenStream:
             or (wants.cursor is not None and wants.cursor.matches)
         )
         self._unread_since_ns: int | None = None
+        self._reader_moved = False  # since the age of what is unread was looked at
         self._cached = 0
         self._next_prompt_position = 1
         self._completion: Completion | None = None
@@ -155,6 +156,9 @@ class TokenStream:
         return False
 
     def _is_too_slow(self, now_ns: int) -> bool:
+        if self._reader_moved:  # slowly, but it reads: its time runs anew
+            self._reader_moved = False
+            self._unread_since_ns = None if self._unread_since_ns is None else now_ns
         since = self._unread_since_ns
         late = since is not None and now_ns - since >= self._limits.slow_reader_ns
         return late or self.buffered_bytes > self._limits.max_buffered_bytes
@@ -251,6 +255,7 @@ class TokenStream:
                 raise self.error
             return None
         piece = self._cut()
+        self._reader_moved = True
         rest = self._buffer
         if not (rest.token_ids or rest.text or rest.prompt_logprobs):
             self._unread_since_ns = None

@@ -60,7 +60,9 @@ class Tokenizer:
         """Token ids. Special tokens spelled out in `text` become themselves; `add_special_tokens` adds BOS and EOS as
         the model wants them. Raises InvalidInput for text that is not Unicode (lone surrogates)."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch, because that lets other threads run meanwhile; `encode` of a long text holds them all up.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidInput("the text is not valid Unicode", field="text") from error
         return ids

@@ -1,8 +1,9 @@
 """stepwire.v1.Inference: what clients call."""
 
 from collections.abc import AsyncIterator
+from typing import Final
 
-from common.errors import InvalidInput, StepwireError
+from common.errors import InvalidInput, StepwireError, TooLarge
 from common.messages import u32
 from common.model_files.description import SamplingDefaults
 from scheduler_svc.api.calls import Context, answered
@@ -14,6 +15,8 @@ from scheduler_svc.api.validation import check_token_ids, request_id
 from scheduler_svc.api.worker import ApiWorker
 from stepwire.v1 import inference_pb2 as pb
 from stepwire.v1 import inference_pb2_grpc
+
+MAX_DETOKENIZE_IDS: Final = 1_000_000
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -102,6 +105,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         model = self._generation.model
         model.check_name(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        if len(request.ids) > MAX_DETOKENIZE_IDS:
+            raise TooLarge(f"{len(request.ids)} ids", field="ids", limit=str(MAX_DETOKENIZE_IDS))
         if model.vocab_size:
             check_token_ids(u32(request.ids), "ids", model.vocab_size)
         return pb.DetokenizeResponse(text=await self._prompts.decode(list(request.ids), skip))

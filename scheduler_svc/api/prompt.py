@@ -13,6 +13,7 @@ from stepwire.v1 import inference_pb2 as pb
 
 INLINE_BYTES: Final = 1024
 MAX_CHAT_MESSAGES: Final = 4096
+MESSAGE_BYTES: Final = 16  # what a template writes around a message, at least
 MAX_TEMPLATE_BYTES: Final = 64 * 1024
 
 Result = TypeVar("Result")
@@ -56,7 +57,15 @@ class TextWorkers:
 class PromptReader:
     """Reads the `input` of a request. `tokenizer` None: only token ids are taken. Owned by the event loop."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, workers: TextWorkers, max_prompt_bytes: int) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer | None,
+        workers: TextWorkers,
+        max_prompt_bytes: int,
+        allow_templates: bool = False,
+    ) -> None:
+        """`allow_templates`: callers may send chat templates of their own."""
+        self._allow_templates = allow_templates
         self._tokenizer = tokenizer
         self._workers = workers
         self._max_prompt_bytes = max_prompt_bytes
@@ -79,6 +88,7 @@ class PromptReader:
                 _, ids = await self.read_chat(request.chat)
             case "token_ids":
                 field = "token_ids.ids"
+                _check_length(len(request.token_ids.ids), field, limits)  # before anything is copied
                 ids = list(request.token_ids.ids)
             case _:
                 raise InvalidInput("exactly one of text, chat and token_ids must be given", field="input")
@@ -131,12 +141,18 @@ class PromptReader:
             )
         if len(chat.template.encode()) > MAX_TEMPLATE_BYTES:
             raise TooLarge(f"{field}.template is too long", field=f"{field}.template", limit=str(MAX_TEMPLATE_BYTES))
+        if chat.template and not self._allow_templates:
+            raise NotSupported(
+                "this server takes no chat templates from callers (its setting allow_request_templates)",
+                field=f"{field}.template",
+            )
         if not chat.template and not tokenizer.has_chat_template:
             raise NotSupported("the model has no chat template; send one, or send text", field=f"{field}.template")
         size = 0
         for index, message in enumerate(chat.messages):
             if not message.role:
                 raise InvalidInput(f"{field}.messages[{index}].role is empty", field=f"{field}.messages[{index}].role")
+            size += MESSAGE_BYTES + self._check_bytes(message.role, f"{field}.messages[{index}].role")
             size += self._check_bytes(message.content, f"{field}.messages[{index}].content")
         if size > self._max_prompt_bytes:
             raise self._too_long(size, f"{field}.messages")

@@ -47,6 +47,7 @@ class ApiOptions:
     slow_reader_s: float = 30.0
     max_buffered_bytes: int = 64 * 1024 * 1024
     max_prompt_bytes: int = 4 * 1024 * 1024
+    allow_request_templates: bool = False
     tokenize_workers: int = 2
     max_tokenize_pending: int = 256
     drain_s: float = 30.0
@@ -114,7 +115,7 @@ def build_server(
     auth = (BearerTokens(options.auth_tokens),) if options.auth_tokens else ()
     server = grpc.aio.server(interceptors=(*auth, *interceptors), options=server_options(options.max_message_bytes))
     text_workers = TextWorkers(options.tokenize_workers, options.max_tokenize_pending)
-    prompts = PromptReader(tokenizer, text_workers, options.max_prompt_bytes)
+    prompts = PromptReader(tokenizer, text_workers, options.max_prompt_bytes, options.allow_request_templates)
     piece_bytes = min(MAX_PIECE_BYTES, options.max_message_bytes // 2)
     limits = StreamLimits(int(options.slow_reader_s * 1e9), options.max_buffered_bytes, piece_bytes)
     generation = Generation(

@@ -7,7 +7,7 @@ temperature below 1e-5 is greedy, and a repetition penalty below 0.01 is refused
 
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +23,7 @@ MAX_REQUEST_ID_BYTES: Final = 128
 MAX_CACHE_SALT_BYTES: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_STOP_IDS: Final = 64
+MAX_LISTED_IDS: Final = 1_000_000
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
 MAX_LOGPROBS: Final = 20
@@ -185,12 +186,12 @@ def _token_limits(stop: pb.StopConditions) -> tuple[int, int]:
     return max_tokens, min(stop.min_tokens, MAX_TOKENS)
 
 
-def _token_ids(ids: Iterable[int], field: str, limits: Limits, most: int) -> tuple[int, ...]:
-    unique = tuple(dict.fromkeys(ids))
-    check_token_ids(u32(unique), field, limits.vocab_size)
+def _token_ids(ids: Collection[int], field: str, limits: Limits, most: int) -> tuple[int, ...]:
+    unique = tuple(dict.fromkeys(ids)) if len(ids) <= MAX_LISTED_IDS else ids  # repeated ones count once
     if len(unique) > most:
         raise InvalidInput(f"{field} has {len(unique)} ids, at most {most} are taken", field=field, limit=str(most))
-    return unique
+    check_token_ids(u32(unique), field, limits.vocab_size)
+    return tuple(unique)
 
 
 def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:

@@ -13,8 +13,8 @@ MAX_FRUITLESS_EPOCHS = 3
 def blamed(executor: ExecutorState, error: PlanError) -> list[Sequence]:
     """The sequence the error names; ask before the epoch is closed.
 
-    When plans are refused over and over for no named reason, with no result in between, everything the refused plan
-    computes: else it would be sent for ever. A failing device alone is no sequence's fault.
+    When plans are refused over and over for no named reason, and no epoch gets further than the one before, everything
+    the refused plan computes: else it would be sent for ever. A failing device alone is no sequence's fault.
     """
     rows = executor.rows
     if error.code == PlanErrorCode.EPOCH_ENDED:
@@ -25,6 +25,7 @@ def blamed(executor: ExecutorState, error: PlanError) -> list[Sequence]:
         return []
     else:
         executor.fruitless_epochs += 1
+        executor.failed_step = error.step_id
         if executor.fruitless_epochs <= MAX_FRUITLESS_EPOCHS:
             return []
         plans = [flight.record.plan for flight in executor.flights if flight.step_id == error.step_id]

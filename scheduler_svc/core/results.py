@@ -35,7 +35,8 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
     executor.flights.popleft()
     executor.last_result = flight.step_id
     executor.steps += 1
-    executor.fruitless_epochs = 0
+    if flight.step_id > executor.failed_step:  # further than where the last epoch broke off
+        executor.fruitless_epochs = 0
     errors = tuple(e for e in result.row_errors if rows.admission[e.row] == e.admission_id)
     for error in errors:
         rows.tainted[error.row] = True
@@ -60,8 +61,14 @@ def _checked(executor: ExecutorState, result: StepResult) -> Flight:
     assert executor.info is not None
     if len(result.tokens) and int(result.tokens.max()) >= executor.info.vocab_size:
         raise ProtocolError(f"step_result: token {int(result.tokens.max())} is outside the vocabulary", field="tokens")
+    if len(result.counts) and (result.counts != 1).any():
+        raise ProtocolError("step_result: not one token for each row, without drafts", field="counts")
     if any(e.row >= len(rows) for e in result.row_errors):
         raise ProtocolError("step_result: an error for a row that does not exist", field="row_errors")
+    failed_rows = [e.row for e in result.row_errors if rows.admission[e.row] == e.admission_id]
+    heard = [*failed_rows, *result.emitted_rows.tolist()] if failed_rows else []
+    if len(set(heard)) < len(heard):
+        raise ProtocolError("step_result: a row fails twice, or fails and emits", field="row_errors")
     if result.emitted_rows.tobytes() != flight.expected.tobytes():
         emitted, failed = set(result.emitted_rows.tolist()), {e.row for e in result.row_errors}
         expected = set(flight.expected.tolist())

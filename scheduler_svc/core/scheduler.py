@@ -65,11 +65,19 @@ class Scheduler:
     def executor_up(self, executor_id: int, epoch: int, welcome: Welcome, now_ns: int) -> tuple[Ending, ...]:
         """The executor answered the Hello of `epoch`. Returns the requests that can no longer ever fit.
 
-        Raises ProtocolError when `epoch` is not the one begun last.
+        Raises ProtocolError when `epoch` is not the one begun last, and when the executor holds less than the others
+        do: requests accepted for those could end up on it.
         """
         executor = self._executors[executor_id]
         if epoch != executor.epoch or executor.up:
             raise ProtocolError(f"welcome: for epoch {epoch}, the present one is {executor.epoch}", field="epoch")
+        others = [context_limit(e.info) for e in self._executors if e is not executor and e.info is not None]
+        if others and context_limit(welcome.info) < min(others):
+            raise ProtocolError(
+                f"welcome: a context of {context_limit(welcome.info)} tokens, where the other executors hold"
+                f" {min(others)}",
+                field="info",
+            )
         executor.connect(welcome)
         max_context, _ = self.limits()
         endings = []

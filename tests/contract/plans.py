@@ -53,8 +53,10 @@ class Steps:
     next_id: int = 1
     results: list[StepResult] = field(default_factory=list)
 
-    def begin(self, *, keep_kv: bool = False, known_incarnation: int = 0, depth: int = 4) -> bool:
-        hello = Hello(SCHEDULER, self.epoch, depth, 0, 0, keep_kv=keep_kv, known_incarnation=known_incarnation)
+    def begin(
+        self, *, keep_kv: bool = False, known_incarnation: int = 0, depth: int = 4, scheduler_id: bytes = SCHEDULER
+    ) -> bool:
+        hello = Hello(scheduler_id, self.epoch, depth, 0, 0, keep_kv=keep_kv, known_incarnation=known_incarnation)
         return self.executor.begin_epoch(hello)
 
     def plan(self, **fields: object) -> StepPlan:

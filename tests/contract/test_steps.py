@@ -144,6 +144,15 @@ def test_blocks_are_kept_over_epochs_when_both_sides_agree(make: Makers) -> None
     assert not Steps(executor, epoch=4).begin(keep_kv=False, known_incarnation=executor.incarnation)
 
 
+def test_blocks_are_not_kept_when_another_scheduler_was_there(make: Makers) -> None:
+    executor = make()
+    started(executor)
+    incarnation = executor.incarnation
+    assert not Steps(executor, epoch=1).begin(keep_kv=True, known_incarnation=incarnation, scheduler_id=b"o" * 16)
+    assert not Steps(executor, epoch=2).begin(keep_kv=True, known_incarnation=incarnation)
+    assert Steps(executor, epoch=3).begin(keep_kv=True, known_incarnation=incarnation)
+
+
 def test_steps_in_flight_when_an_epoch_begins_change_nothing_in_it(make: Makers) -> None:
     executor = make()
     want = alone(make, PROMPT, 3)

@@ -148,10 +148,11 @@ class ToyExecutor:
                 self._finish_writes(step)
             self._pending.clear()
             self._rows.clear()
-            if hello.scheduler_id != self._scheduler_id:
+            own = hello.scheduler_id == self._scheduler_id
+            if not own:
                 self._scheduler_id = hello.scheduler_id
                 self._seen_admissions.clear()
-            kept = self.keep_kv and hello.keep_kv and hello.known_incarnation == self._incarnation
+            kept = own and self.keep_kv and hello.keep_kv and hello.known_incarnation == self._incarnation
             if not kept:
                 self._storage[:] = POISON
             self._epoch, self._ended, self._next_step = hello.epoch, False, 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import Never
 
@@ -236,10 +237,13 @@ def test_outbox_over_its_depth_closes_the_stream(caplog: pytest.LogCaptureFixtur
         limits = SessionLimits(outbox_depth=8)
         async with serving(ToyExecutor(), limits=limits) as served, Peer(served.address) as peer:
             await peer.hello()
-            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-                for number in range(200_000):  # never reads
+            # Never reads. A write to the closed stream may fail or not, and then reports the client's own status: so the
+            # executor's words are read from its log.
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                for number in range(200_000):
                     await peer.ping(number)
-            # A client whose write fails reports its own status, so the executor's words are read from its log.
+                    if "ended" in caplog.text:
+                        break
             assert "epoch 1 ended: outbox over its depth of 8" in caplog.text
 
     run(main())

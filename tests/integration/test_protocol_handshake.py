@@ -260,6 +260,7 @@ def test_blocks_are_kept_only_when_both_agree() -> None:
             kept = []
             for epoch, fields in enumerate(
                 [
+                    {"keep_kv": True, "known_incarnation": 5},  # nobody was here before, so nothing can be its own
                     {"keep_kv": True, "known_incarnation": 5},
                     {"keep_kv": True, "known_incarnation": 6},
                     {"keep_kv": False, "known_incarnation": 5},
@@ -267,6 +268,6 @@ def test_blocks_are_kept_only_when_both_agree() -> None:
             ):
                 async with Peer(served.address) as peer:
                     kept.append((await peer.hello(epoch=epoch + 1, **fields)).kv_kept)
-            assert kept == [True, False, False]
+            assert kept == [False, True, False, False]
 
     run(main())

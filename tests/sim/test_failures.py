@@ -132,6 +132,14 @@ def _lies(result: StepResult) -> dict[str, StepResult]:
         "token without row": replace(result, tokens=u32([*result.tokens, 5])),
         "token outside the vocabulary": replace(result, tokens=u32([1000] * len(result.tokens))),
         "error of no row": replace(result, row_errors=(RowError(80, 1, RowErrorCode.NOT_FINITE, ""),)),
+        "a row that fails and emits": replace(result, row_errors=(RowError(0, 1, RowErrorCode.NOT_FINITE, ""),)),
+        "a row that fails twice": replace(
+            result,
+            emitted_rows=result.emitted_rows[1:],
+            tokens=result.tokens[1:],
+            row_errors=(RowError(0, 1, RowErrorCode.NOT_FINITE, ""),) * 2,
+        ),
+        "two tokens here, none there": replace(result, counts=u32([2, 0])),
     }
 
 
@@ -193,6 +201,40 @@ def test_kept_blocks_of_another_size_are_not_trusted() -> None:
         sim.executor_id, start.epoch, Welcome(sim.toy.incarnation, toy_info(block_size=8), 2, True, 0, 0), 0
     )
     assert sim.scheduler.stats().executors[0].cached_blocks == 0
+
+
+def test_an_executor_that_holds_less_than_the_others_is_refused() -> None:
+    one, other = Sim(), Sim(info=replace(Sim().toy.info, max_blocks_per_row=2))
+    key = one.submit(range(5, 45), 20)
+    other.scheduler, other.clients = one.scheduler, one.clients
+    other.executor_id = one.scheduler.add_executor("toy:1")
+    with pytest.raises(ProtocolError, match="context"):
+        other.connect()
+    one.run()
+    assert one.clients[key].reason
+    one.assert_tokens()
+
+
+def test_memory_that_runs_out_at_the_same_place_for_ever_ends_the_request() -> None:
+    """The first chunk succeeds each time; that is no progress when the second fails each time."""
+    sim = Sim(CoreConfig(pipeline_depth=1, max_prefill_chunk=8))
+    key = sim.submit(range(5, 25), 20)
+    for _ in range(20):
+        record = sim.scheduler.schedule(sim.executor_id, 0)
+        if record is None:
+            break
+        if record.plan.step_id == 1:
+            sim.update(sim.toy.execute(record.plan, 0).wait())
+            continue
+        error = PlanError(record.plan.epoch, record.plan.step_id, PlanErrorCode.OUT_OF_MEMORY, "no")
+        for ending in sim.scheduler.plan_failed(sim.executor_id, error, 0):
+            sim.clients[ending.key].error = ending.error
+            sim.clients[ending.key].silent = True
+        sim.replace_executor()
+        sim.connect()
+    assert isinstance(sim.clients[key].error, SequenceFailed)
+    sim.run()
+    sim.assert_all_free()
 
 
 def test_two_executors_share_one_queue_and_survive_each_other() -> None:

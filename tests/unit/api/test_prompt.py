@@ -81,6 +81,8 @@ BAD: list[tuple[pb.GenerateRequest, ByteTokenizer | None, type[StepwireError], s
     (chat(("user", "x" * 3000), ("user", "x" * 3000)), ByteTokenizer(), TooLarge, "chat.messages"),
     (chat(*[("user", "")] * 4097), ByteTokenizer(), TooLarge, "chat.messages"),
     (chat(("user", "hi"), template="x" * 65537), ByteTokenizer(), TooLarge, "chat.template"),
+    (chat(("user", "hi"), template="{{ messages }}"), ByteTokenizer(), NotSupported, "chat.template"),
+    (chat(("x" * 5001, "hi")), ByteTokenizer(), TooLarge, "chat.messages[0].role"),
     (chat(("user", "hi")), NoTemplate(), NotSupported, "chat.template"),
     (chat(("user", "hi")), None, NotSupported, ""),
 ]

@@ -16,7 +16,8 @@ def tree(cls: type[StepwireError]) -> Iterator[type[StepwireError]]:
         yield from tree(sub)
 
 
-CLASSES = list(dict.fromkeys(tree(StepwireError)))
+# The command line's own errors, loaded by other tests, never reach a caller of the API.
+CLASSES = [cls for cls in dict.fromkeys(tree(StepwireError)) if not cls.__module__.startswith("deploy")]
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -133,6 +133,17 @@ def test_reading_starts_the_time_anew() -> None:
     assert feed(state, b"b", now_ns=100 * SECOND) is Action.NONE
 
 
+def test_a_reader_that_reads_slowly_is_not_one_that_stalls() -> None:
+    state = stream(limits=StreamLimits(30 * SECOND, 4000, max_piece_bytes=1))
+    feed(state, b"abc", FinishReason.MAX_TOKENS, now_ns=0)
+    assert not state.check_reader(29 * SECOND)
+    piece = state.take()
+    assert piece is not None and piece.completion is None
+    assert not state.check_reader(31 * SECOND)
+    assert not state.check_reader(60 * SECOND)
+    assert state.check_reader(61 * SECOND)
+
+
 def test_a_stalled_reader_of_a_finished_request_is_ended_by_the_sweep() -> None:
     state = stream()
     feed(state, b"a", FinishReason.MAX_TOKENS, now_ns=0)

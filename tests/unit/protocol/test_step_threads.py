@@ -62,13 +62,23 @@ class ScriptedStep:
 class Bench:
     """One StepThreads on the running loop, with what it answered."""
 
-    def __init__(self, executor: Scripted) -> None:
+    def __init__(self, executor: Scripted, step_limit_s: float = 600.0) -> None:
         self.executor = executor
         self.fatal: list[str] = []
         self.answers: list[tuple[int, str]] = []
         self._came = asyncio.Event()
-        self.threads = StepThreads(executor, asyncio.get_running_loop(), self.fatal.append)
+        self.threads = StepThreads(executor, asyncio.get_running_loop(), self._die, step_limit_s)
         self.threads.start()
+
+    def _die(self, reason: str) -> None:
+        self.fatal.append(reason)
+        self._came.set()
+
+    async def until_fatal(self) -> str:
+        while not self.fatal:
+            self._came.clear()
+            await self._came.wait()
+        return self.fatal[0]
 
     def epoch(self, number: int, *, keep_kv: bool = False) -> EpochRun:
         return EpochRun(Hello(b"s" * 16, number, 4, 0, 0, keep_kv=keep_kv), self._take)
@@ -168,3 +178,19 @@ def test_plan_refused_says_what_and_where() -> None:
     assert isinstance(error, PlanRefused)
     assert (error.error.epoch, error.error.step_id, error.error.limit) == (3, 4, 9)
     assert "BUDGET num_tokens: too much" in str(error)
+
+
+def test_a_step_that_never_ends_is_fatal() -> None:
+    async def test() -> None:
+        executor = Scripted()
+        executor.gate = threading.Event()
+        bench = Bench(executor, step_limit_s=0.05)
+        epoch = bench.epoch(1)
+        await bench.threads.begin_epoch(epoch)
+        bench.threads.step(epoch, StepPlan(1, 1, 0, 0), 0)
+        assert "did not end" in await bench.until_fatal()
+        executor.gate.set()
+        await bench.until(1)
+        assert await bench.threads.stop(DEADLINE_S)
+
+    run(test)

@@ -144,7 +144,7 @@ class ChatInput(_message.Message):
     TEMPLATE_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     template: _builtins.str
-    """Jinja. Empty: the model's own."""
+    """Jinja, where the server allows it. Empty: the model's own."""
     add_generation_prompt: _builtins.bool
     """unset: true."""
     @_builtins.property
