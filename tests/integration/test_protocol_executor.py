@@ -237,8 +237,8 @@ def test_outbox_over_its_depth_closes_the_stream(caplog: pytest.LogCaptureFixtur
         limits = SessionLimits(outbox_depth=8)
         async with serving(ToyExecutor(), limits=limits) as served, Peer(served.address) as peer:
             await peer.hello()
-            # Never reads. A write to the closed stream may fail or not, and then reports the client's own status: so the
-            # executor's words are read from its log.
+            # Never reads. A write to the closed stream may fail or not, and then reports the client's own status, so
+            # the executor's words are read from its log.
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for number in range(200_000):
                     await peer.ping(number)
