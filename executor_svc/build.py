@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 # Rows beyond max_num_seqs, for sequences that are gone but still named by steps in flight.
 LIMBO_ROWS = 64
+# Longest context with a graph on a GPU: the torch backend gathers rows x context, which at a model's longest context
+# would not fit beside the cache. Longer ones run eagerly.
+GRAPH_CONTEXT = 4096
 FEATURES = ("logprobs", "prompt_logprobs", "raw_logits", "penalties", "bias", "allowed_ids", "min_tokens", "copies")
 
 # What is being done, how far it is and how far it goes.
@@ -126,7 +129,7 @@ def build_runner(
     cache = KvCache(shape, count, lambda size, dtype: device.zeros(*size, dtype=dtype))
     if buckets is None:
         buckets = () if on_cpu else default_buckets(max_num_seqs)
-    graphs = GraphCache(buckets, context_buckets(context))
+    graphs = GraphCache(buckets, context_buckets(context if on_cpu else min(context, GRAPH_CONTEXT)))
     num_rows = max_num_seqs + LIMBO_ROWS
     state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
     attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)

@@ -57,6 +57,7 @@ class CudaGraph:
         for _ in range(self._WARM_UPS):
             body(self._idx, shape)
         torch.cuda.current_stream(device).synchronize()
+        torch.cuda.empty_cache()  # what the warm-ups took is not the graphs' pool's, and nobody else's while captured
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=pool)  # type: ignore[arg-type]
         try:

@@ -101,7 +101,7 @@ def cuda_available(device: torch.device) -> int:
 
 # The part of the memory found free that the cache takes by itself; the rest is for activations and other processes.
 CPU_SHARE = 0.25
-CUDA_SHARE = 0.88
+CUDA_SHARE = 0.8
 
 
 def plan_num_blocks(
