@@ -2,7 +2,7 @@
 
 Hugging Face transformers in float32 is the judge of greedy tokens: twenty prompts, 64 tokens each. Among our own
 configurations nothing may differ by a single token, greedy or seeded; that part runs on a sample of the prompts unless
-STEPWIRE_FULL_TOKENS=1.
+FULL_TOKENS=1.
 """
 
 import os
@@ -27,7 +27,7 @@ from tests.reference import default_files, greedy_differences
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-FULL = os.environ.get("STEPWIRE_FULL_TOKENS") == "1"
+FULL = os.environ.get("FULL_TOKENS") == "1"
 NUM_TOKENS = 64
 # Of the sample: short, a list, code, Chinese, Arabic, emoji, and the two long ones.
 SAMPLE = tuple(range(len(PROMPTS))) if FULL else (0, 3, 5, 11, 14, 16, 18, 19)

@@ -62,6 +62,8 @@ def test_interrupt_cancels_the_answer_and_end_of_file_the_conversation() -> None
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "deploy.cli", "chat", "--address", address],
             stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "dumb"},
+            # Tests that run in the background inherit that SIGINT is ignored; a program on a terminal does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         os.close(theirs)
         terminal = Terminal(own)
