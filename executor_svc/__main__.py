@@ -11,6 +11,7 @@ import common
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 after a drain, EXIT_CONFIG when starting again can not help, else 1."""
+    # Stands in both services: a foreign `common` could not be asked for it.
     if Path(common.__file__ or "").resolve().parent != Path(__file__).resolve().parent.parent / "common":
         sys.stderr.write(
             f"stepwire executor: the package `common` comes from {common.__file__}, not from this checkout: start it "
@@ -19,9 +20,8 @@ def main(argv: list[str]) -> int:
         return 2
     import uvloop
 
-    from common.config import EXIT_CONFIG, load_config
-    from common.errors import ConfigError
     from common.model_files.catalog import resolve
+    from common.serving import begin
     from executor_svc.app import ServeOptions, serve
     from executor_svc.config import ExecutorConfig
     from executor_svc.environment import prepare_environment
@@ -30,16 +30,7 @@ def main(argv: list[str]) -> int:
     from executor_svc.step_executor import StepExecutor
     from executor_svc.tracing import build_sink
 
-    try:
-        loaded = load_config(ExecutorConfig, argv)
-    except ConfigError as error:
-        sys.stderr.write(f"stepwire executor: {error.message}\n")
-        return EXIT_CONFIG
-    config = loaded.config
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s executor %(levelname)s %(message)s", stream=sys.stderr
-    )
-    logging.getLogger(__name__).info("%s", loaded.listing())
+    config = begin(ExecutorConfig, argv).config
     prepare_environment(config.numerics)
     limits = SessionLimits(lease_ns=int(config.lease_s * 1e9))
 

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from common.config import EXIT_CONFIG
 from common.errors import ConfigError, ModelError
 from common.grpc_options import PRIVATE_MAX_MESSAGE_BYTES, server_options
+from common.serving import bound_address, write_address
 from executor_svc.servicer import SERVICE_NAME, ExecutorServicer
 from executor_svc.session import SessionLimits, StepTraceSink
 from executor_svc.step_executor import StepExecutor
@@ -151,14 +152,7 @@ def bind(server: grpc.aio.Server, listen: str) -> str:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise ConfigError(f"can not listen on {listen}: it is taken or not ours ({error})", field="listen") from None
-    return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
-
-
-def write_address(path: Path, address: str) -> None:
-    """All at once, so that a reader never sees a part of it."""
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(address + "\n")
-    draft.replace(path)
+    return bound_address(listen, port)
 
 
 def in_daemon_thread(build: Callable[[], StepExecutor], name: str) -> asyncio.Future[StepExecutor]:

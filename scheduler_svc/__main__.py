@@ -10,6 +10,7 @@ import common
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 after a drain, EXIT_CONFIG when starting again can not help, else 1."""
+    # Stands in both services: a foreign `common` could not be asked for it.
     if Path(common.__file__ or "").resolve().parent != Path(__file__).resolve().parent.parent / "common":
         sys.stderr.write(
             f"stepwire scheduler: the package `common` comes from {common.__file__}, not from this checkout: start it "
@@ -18,26 +19,18 @@ def main(argv: list[str]) -> int:
         return 2
     import uvloop
 
-    from common.config import EXIT_CONFIG, load_config
+    from common.config import EXIT_CONFIG
     from common.errors import ConfigError, ModelError
     from common.model_files.catalog import resolve
+    from common.serving import begin
     from scheduler_svc.api.served_model import ServedModel
     from scheduler_svc.app import Parts, serve
     from scheduler_svc.config import SchedulerConfig
     from scheduler_svc.tokenizer import load_tokenizer
     from scheduler_svc.tracing import TracingOptions, build_tracing
 
-    try:
-        loaded = load_config(SchedulerConfig, argv)
-    except ConfigError as error:
-        sys.stderr.write(f"stepwire scheduler: {error.message}\n")
-        return EXIT_CONFIG
-    config = loaded.config
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s scheduler %(levelname)s %(message)s", stream=sys.stderr
-    )
+    config = begin(SchedulerConfig, argv).config
     log = logging.getLogger(__name__)
-    log.info("%s", loaded.listing())
     try:
         files = resolve(config.model)
         tokenizer = load_tokenizer(files)

@@ -11,12 +11,12 @@ import secrets
 import signal
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from common.clock import SystemClock
 from common.config import EXIT_CONFIG
 from common.errors import ConfigError
+from common.serving import bound_address, write_address
 from scheduler_svc.api.auth import read_tokens
 from scheduler_svc.api.listen import TlsFiles
 from scheduler_svc.api.served_model import ServedModel, TextTokenizer
@@ -137,18 +137,6 @@ def api_options(config: SchedulerConfig, version: str) -> ApiOptions:
         drain_s=config.drain_s,
         version=version,
     )
-
-
-def bound_address(listen: str, port: int) -> str:
-    """What was really bound, for `listen` with port 0."""
-    return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
-
-
-def write_address(path: Path, address: str) -> None:
-    """All at once, so that a reader never sees a part of it."""
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(address + "\n")
-    draft.replace(path)
 
 
 def _stop_on_signals(stop: "asyncio.Future[str]") -> None:
