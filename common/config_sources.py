@@ -34,8 +34,19 @@ ALL_NAMES: Final = SCHEDULER_NAMES | EXECUTOR_NAMES
 
 # Read elsewhere: the command line's own variables.
 OTHER_VARIABLES: Final = frozenset({"STEPWIRE_CONFIG", "STEPWIRE_ADDRESS", "STEPWIRE_TOKEN", "STEPWIRE_TRACEBACK"})
-# Kubernetes puts these into every container beside a Service named "stepwire".
-_KUBERNETES = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
+# Kubernetes puts these into every container beside a Service named "stepwire": a name's end and what stands there. By
+# the name alone a setting that is misspelt or meant for another program would be swallowed.
+_KUBERNETES = [
+    (re.compile(name), re.compile(value))
+    for name, value in (
+        (r"_SERVICE_HOST$", r"[0-9a-fA-F.:]+"),
+        (r"_SERVICE_PORT(_\w+)?$", r"\d+"),
+        (r"_PORT(_\d+_(TCP|UDP|SCTP))?$", r"(tcp|udp|sctp)://\S+"),
+        (r"_PORT_\d+_(TCP|UDP|SCTP)_PROTO$", r"tcp|udp|sctp"),
+        (r"_PORT_\d+_(TCP|UDP|SCTP)_PORT$", r"\d+"),
+        (r"_PORT_\d+_(TCP|UDP|SCTP)_ADDR$", r"[0-9a-fA-F.:]+"),
+    )
+]
 
 Layer = dict[str, tuple[str, str]]  # name -> (text, where it stands)
 Fields = Mapping[str, FieldInfo]
@@ -53,6 +64,10 @@ def closest(given: str, known: Sequence[str]) -> str:
 
 def _unknown(what: str, given: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(f"unknown {what} {given}{closest(given, known)}", field=given)
+
+
+def _is_of_kubernetes(variable: str, value: str) -> bool:
+    return any(name.search(variable) and shape.fullmatch(value) for name, shape in _KUBERNETES)
 
 
 def _is_bool(fields: Fields, name: str) -> bool:
@@ -104,7 +119,7 @@ def from_environment(service: str, fields: Fields, environ: Mapping[str, str]) -
     found: Layer = {}
     specific: Layer = {}
     for variable, value in sorted(environ.items()):
-        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or _KUBERNETES.search(variable):
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or _is_of_kubernetes(variable, value):
             continue
         if variable.startswith(others):
             continue  # that service checks its own

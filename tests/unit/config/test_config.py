@@ -152,9 +152,27 @@ def test_kubernetes_service_variables_are_no_configuration() -> None:
     environ = {
         "STEPWIRE_PORT": "tcp://10.0.0.1:50051", "STEPWIRE_SERVICE_HOST": "10.0.0.1", "STEPWIRE_SERVICE_PORT": "50051",
         "STEPWIRE_SERVICE_PORT_GRPC": "50051", "STEPWIRE_PORT_50051_TCP_ADDR": "10.0.0.1",
-        "STEPWIRE_PORT_50051_TCP": "tcp://10.0.0.1:50051",
+        "STEPWIRE_PORT_50051_TCP": "tcp://10.0.0.1:50051", "STEPWIRE_PORT_50051_TCP_PROTO": "tcp",
+        "STEPWIRE_PORT_50051_TCP_PORT": "50051", "STEPWIRE_EXECUTOR_SERVICE_HOST": "fd00::1",
+        "STEPWIRE_EXECUTOR_PORT": "tcp://[fd00::1]:50052",
     }  # fmt: skip
     load_config(SchedulerConfig, [], environ)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("STEPWIRE_PORT", "50051"),
+        ("STEPWIRE_METRIC_PORT", "9464"),
+        ("STEPWIRE_LISTEN_PORT", ""),
+        ("STEPWIRE_SERVICE_HOST", "here"),
+        ("STEPWIRE_SERVICE_PORT", "127.0.0.1:5"),
+        ("STEPWIRE_PORT_50051_TCP_ADDRESS", "10.0.0.1"),
+    ],
+)
+def test_what_only_looks_like_kubernetes_is_refused(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown environment variable {variable}"):
+        load_config(SchedulerConfig, [], {variable: value})
 
 
 def test_configuration_is_frozen() -> None:
