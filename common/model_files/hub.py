@@ -9,6 +9,8 @@ from common.model_files.description import Progress, no_progress
 
 # Weights as safetensors only, and what describes them; never pickled weights, never code.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# Mistral's repositories hold all weights a second time, under names of their own that no loader here reads.
+_LEFT_OUT = ["consolidated*.safetensors"]
 
 
 def pull_from_hub(reference: str, progress: Progress = no_progress) -> Path:
@@ -17,7 +19,11 @@ def pull_from_hub(reference: str, progress: Progress = no_progress) -> Path:
     progress(f"downloading {reference}", 0, 0)
     repository, _, revision = reference.partition("@")
     try:
-        return Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=_PATTERNS))
+        return Path(
+            hub.snapshot_download(
+                repository, revision=revision or None, allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT
+            )
+        )
     # Everything a network and a foreign library can raise ends in the same advice.
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

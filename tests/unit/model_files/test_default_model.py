@@ -191,6 +191,28 @@ def test_a_hub_id_needs_the_hub_package(monkeypatch: pytest.MonkeyPatch) -> None
     assert catalog.model_path("some/model") is None
 
 
+def test_weights_that_stand_twice_are_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pulled: list[str] = []
+
+    class Hub:
+        @staticmethod
+        def snapshot_download(
+            repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+        ) -> str:
+            names = [
+                "config.json", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "params.json",
+                "model-00001-of-00002.safetensors", "pytorch_model.bin", "modeling.py", "chat_template.jinja",
+            ]  # fmt: skip
+            wanted = filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+            pulled.extend(wanted)
+            return str(tmp_path)
+
+    filter_repo_objects = pytest.importorskip("huggingface_hub.utils").filter_repo_objects
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    assert catalog.pull("some/model") == tmp_path
+    assert pulled == ["config.json", "params.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
+
+
 def test_a_hub_failure_names_the_model_and_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hub:
         @staticmethod
