@@ -61,7 +61,7 @@ async def serve(config: SchedulerConfig, parts: Parts) -> int:
     driver = DriverOptions(secrets.token_bytes(16), config.pipeline_depth, parts.stream)
     options = EngineOptions(config.executors, driver, parts.model.model_hash)
     engine = EngineLoop(core, options, clock, parts.tracing.observer)
-    worker = ApiWorker(clock)
+    worker = ApiWorker(clock, max_unread_bytes=config.max_unread_bytes)
     worker.connect(engine.add_worker(worker))
     try:
         server = build_server(

@@ -38,6 +38,11 @@ class SchedulerConfig(ServiceConfig):
         default=0, ge=0, description="prompt tokens of all waiting requests; more are refused; 0: no limit"
     )
     slow_reader_s: float = Field(default=30.0, gt=0, description="seconds a client may leave its stream unread")
+    max_unread_bytes: Size = Field(
+        default=256 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="results that all clients of an API worker leave unread; over it the slowest readers end",
+    )
     drain_s: float = Field(default=30.0, ge=0, description="seconds running requests get to finish when stopping")
     tls_cert: Path | None = Field(default=None, description="PEM certificate chain of the public API")
     tls_key: Path | None = Field(default=None, description="PEM key of that certificate")

@@ -80,8 +80,8 @@ class StreamWants:
 class TokenStream:
     """One request between the core's steps and its reader.
 
-    Raises nothing in `feed`, `fail` and `check_reader`; `take` raises the error the request ended with, after
-    everything buffered before it was taken (a slow reader's buffer is dropped).
+    Raises nothing in `feed`, `fail`, `check_reader` and `crowd_out`; `take` raises the error the request ended with,
+    after everything buffered before it was taken (a slow reader's buffer is dropped).
     """
 
     def __init__(self, wants: StreamWants, limits: StreamLimits) -> None:
@@ -155,6 +155,13 @@ class TokenStream:
             return True
         return False
 
+    def crowd_out(self, max_unread_bytes: int) -> None:
+        """Ends the stream: all streams of its worker together leave more than that unread, and this one the most."""
+        self._drop_reader(
+            f"this stream left {self.buffered_bytes} bytes unread, the most of all, which together reached their limit",
+            f"max_unread_bytes={max_unread_bytes}",
+        )
+
     def _is_too_slow(self, now_ns: int) -> bool:
         if self._reader_moved:  # slowly, but it reads: its time runs anew
             self._reader_moved = False
@@ -165,13 +172,16 @@ class TokenStream:
 
     def _fail_slow(self) -> None:
         seconds = self._limits.slow_reader_ns / 1e9
+        self._drop_reader(
+            f"the stream was not read for {seconds:g} s, or {self._limits.max_buffered_bytes} bytes lay unread",
+            f"slow_reader_s={seconds:g}",
+        )
+
+    def _drop_reader(self, message: str, limit: str) -> None:
         self._completion = None
         self._buffer = Piece()
         self._undecoded = []
-        self.error = SlowReader(
-            f"the stream was not read for {seconds:g} s, or {self._limits.max_buffered_bytes} bytes lay unread",
-            limit=f"slow_reader_s={seconds:g}",
-        )
+        self.error = SlowReader(message, limit=limit)
 
     def _append(self, tokens: list[int], reason: FinishReason | None, extras: Extras | None) -> Action:
         ended_by_token = reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)

@@ -20,6 +20,7 @@ from scheduler_svc.messages import (
     Drain,
     DrainAnswer,
     Ended,
+    Extras,
     Finish,
     FinishReason,
     FromCore,
@@ -32,9 +33,10 @@ from scheduler_svc.messages import (
     TokenBatch,
     WatchSteps,
 )
-from scheduler_svc.token_stream import Action, TokenStream
+from scheduler_svc.token_stream import TOKEN_BYTES, TOP_BYTES, Action, TokenStream
 
 MAX_WATCH_BACKLOG: Final = 1024
+MAX_UNREAD_BYTES: Final = 256 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
 
@@ -68,13 +70,22 @@ class StepWatch:
 class ApiWorker:
     """Implements WorkerPort. All methods run on one event loop, `deliver` too.
 
-    Answers of the core are waited for `answer_timeout_s`, then the call gets Unavailable.
+    Answers of the core are waited for `answer_timeout_s`, then the call gets Unavailable. `max_unread_bytes`: of the
+    results all streams leave unread; over it those that leave the most end as slow readers.
     """
 
-    def __init__(self, clock: Clock, worker_id: int = 0, answer_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        worker_id: int = 0,
+        answer_timeout_s: float = 10.0,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
         self._clock = clock
         self._worker_id = worker_id
         self._answer_timeout_s = answer_timeout_s
+        self._max_unread_bytes = max_unread_bytes
+        self._fed_bytes = 0  # since unread results were last added up
         self._core: CorePort | None = None
         self._next_key = worker_id << WORKER_SHIFT
         self._next_call = 0
@@ -229,6 +240,22 @@ class ApiWorker:
             elif stream.deadline_ns and now_ns >= stream.deadline_ns and not stream.state.ended:
                 self._cancel(stream)
                 stream.fail(DeadlinePassed("the request's deadline passed"))
+        self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        """Adds up what lies unread: every second or so, and whenever another eighth of the limit has come in."""
+        self._fed_bytes = 0
+        streams = list(self._streams.values())
+        over = sum(stream.state.buffered_bytes for stream in streams) - self._max_unread_bytes
+        if over <= 0:
+            return
+        streams.sort(key=lambda stream: stream.state.buffered_bytes)
+        while over > 0:
+            stream = streams.pop()
+            over -= stream.state.buffered_bytes
+            stream.state.crowd_out(self._max_unread_bytes)
+            self._cancel(stream)
+            stream.wake()
 
     def _deliver_tokens(self, batch: TokenBatch) -> None:
         now_ns = self._clock.monotonic_ns()
@@ -251,6 +278,9 @@ class ApiWorker:
                 stream.core_done = True
                 self._port.send(Finish(key, stream.state.num_tokens, FinishReason.STOP_STRING))
             stream.wake()
+        self._fed_bytes += len(tokens) * TOKEN_BYTES + sum(map(_extra_bytes, batch.extras.values()))
+        if self._fed_bytes > self._max_unread_bytes // 8:
+            self._bound_unread()
 
     def _deliver_step(self, step: StepSeen) -> None:
         for watch in self._watches:
@@ -265,3 +295,8 @@ class ApiWorker:
     def _port(self) -> CorePort:
         assert self._core is not None, "connect() comes first"
         return self._core
+
+
+def _extra_bytes(extras: Extras) -> int:
+    logprobs = sum(1 + len(top.ids) for top in extras.logprobs) * TOP_BYTES
+    return logprobs + sum(len(output.data) for output in extras.outputs)

@@ -37,12 +37,13 @@ from tests.unit.api.fakes import EOS, ByteDecoder, FakeCore, batch
 
 PROMPT = u32([1, 2, 3])
 LIMITS = StreamLimits(slow_reader_ns=10_000_000_000)
+MAX_UNREAD_BYTES = 8 * 4000
 
 
 def run(test: Callable[[ApiWorker, FakeCore, ManualClock], Coroutine[Any, Any, None]]) -> None:
     async def limited() -> None:
         clock = ManualClock()
-        worker = ApiWorker(clock, worker_id=3, answer_timeout_s=0.05)
+        worker = ApiWorker(clock, worker_id=3, answer_timeout_s=0.05, max_unread_bytes=MAX_UNREAD_BYTES)
         async with asyncio.timeout(10):
             await test(worker, FakeCore(worker), clock)
 
@@ -244,6 +245,33 @@ def test_watching_is_on_only_while_somebody_watches() -> None:
         assert await second.next() == (0, seen(1))
         worker.close_watch(second)
         assert core.of(WatchSteps) == [WatchSteps(3, True), WatchSteps(3, False)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_unread_results_are_bounded_in_total_and_the_largest_goes(swept: bool) -> None:
+    """Within an eighth of the limit, whatever the number of streams and without a sweep; readers are left alone."""
+
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        streams = [opened(worker, f"r{i}") for i in range(10)]
+        reader, *idle = streams
+        read = 0
+        for _ in range(60):
+            core.tell(batch([(s.key, b"x" * (20 if s is idle[3] else 10), 0) for s in streams if not s.core_done]))
+            if swept:
+                worker.check_streams()
+            assert sum(s.state.buffered_bytes for s in streams) <= MAX_UNREAD_BYTES * 9 // 8
+            read += len((await reader.next()).token_ids)
+        assert read == 600
+        cancelled = [message.key for message in core.sent if isinstance(message, Cancel)]
+        assert cancelled[0] == idle[3].key and 1 < len(cancelled) < 9 and reader.key not in cancelled
+        with pytest.raises(SlowReader) as caught:
+            await idle[3].next()
+        assert caught.value.limit == f"max_unread_bytes={MAX_UNREAD_BYTES}"
+        for stream in streams:
+            worker.close(stream)
+        assert len(core.of(Cancel)) == 10
 
     run(test)
 
