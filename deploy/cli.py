@@ -6,16 +6,13 @@ after Ctrl-C, 1 for the rest.
 
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from stepwire_client import Client, GenerateOptions
+from deploy.cli_options import Connection, Generating, grouped
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 app = typer.Typer(
     help="LLM serving as two gRPC services, every step visible.",
@@ -27,20 +24,7 @@ app = typer.Typer(
 models = typer.Typer(help="Model files on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models, name="models")
 
-Address = Annotated[str, typer.Option(envvar="STEPWIRE_ADDRESS", help="the scheduler's API")]
-Token = Annotated[str, typer.Option(envvar="STEPWIRE_TOKEN", help="bearer token", show_default=False)]
-TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities to trust; turns TLS on")]
-TlsCert = Annotated[Path | None, typer.Option(help="PEM client certificate")]
-TlsKey = Annotated[Path | None, typer.Option(help="PEM key of the client certificate")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="tokens to generate, at most")]
-Temperature = Annotated[float | None, typer.Option(help="0: always the most likely token")]
-TopK = Annotated[int | None, typer.Option(help="sample from the k most likely; 0: all")]
-TopP = Annotated[float | None, typer.Option(help="sample from the smallest set with this probability")]
-MinP = Annotated[float | None, typer.Option(help="drop tokens less likely than this share of the best")]
-Seed = Annotated[int | None, typer.Option(help="the same seed gives the same answer")]
-Stop = Annotated[list[str] | None, typer.Option(help="end at this text; may repeat")]
-Deadline = Annotated[float | None, typer.Option(help="seconds for the whole call")]
 
 
 # --------------------------------------------------------------------------------------------------------- services
@@ -86,51 +70,29 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
 
 
 @app.command()
+@grouped
 def generate(
     prompt: Annotated[str, typer.Argument(help="the text to continue; -: read it from standard input")],
-    address: Address = DEFAULT_ADDRESS,
-    model: Annotated[str, typer.Option(help="refuse to be answered by another model")] = "",
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    deadline: Deadline = None,
+    connection: Connection,
+    generating: Generating,
     json: Json = False,
-    token: Token = "",
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Continue a text, streaming to the terminal."""
     from deploy import calls
 
-    options = _options(model, max_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    with _client(address, token, tls_ca, tls_cert, tls_key) as client:
-        calls.generate(client, sys.stdin.read() if prompt == "-" else prompt, options, deadline, json)
+    with connection.client() as client:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        calls.generate(client, text, generating.options(), generating.deadline, json)
 
 
 @app.command()
+@grouped
 def chat(
+    connection: Connection,
+    generating: Generating,
     message: Annotated[str | None, typer.Argument(help="one message; none: a conversation")] = None,
     system: Annotated[str, typer.Option(help="a system message to begin with")] = "",
-    address: Address = DEFAULT_ADDRESS,
-    model: Annotated[str, typer.Option(help="refuse to be answered by another model")] = "",
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    deadline: Deadline = None,
     json: Json = False,
-    token: Token = "",
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Talk with the model. Ctrl-C ends an answer, Ctrl-D the conversation; /reset forgets it.
 
@@ -138,50 +100,18 @@ def chat(
     """
     from deploy import calls
 
-    options = _options(model, max_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    with _client(address, token, tls_ca, tls_cert, tls_key) as client:
-        calls.chat(client, message, system, options, deadline, json)
+    with connection.client() as client:
+        calls.chat(client, message, system, generating.options(), generating.deadline, json)
 
 
 @app.command()
-def info(
-    address: Address = DEFAULT_ADDRESS,
-    json: Json = False,
-    token: Token = "",
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-) -> None:
+@grouped
+def info(connection: Connection, json: Json = False) -> None:
     """Show the model served, the server's health and its counters."""
     from deploy import calls
 
-    with _client(address, token, tls_ca, tls_cert, tls_key) as client:
+    with connection.client() as client:
         calls.info(client, json)
-
-
-def _client(address: str, token: str, ca: Path | None, cert: Path | None, key: Path | None) -> "Client":
-    from stepwire_client import Client, Tls
-
-    return Client(address, token=token or None, tls=Tls(ca, cert, key) if ca or cert or key else None)
-
-
-def _options(
-    model: str,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-) -> "GenerateOptions":
-    given: dict[str, Any] = {
-        "model": model or None, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
-        "min_p": min_p, "seed": seed, "stop_strings": stop or None,
-    }  # fmt: skip
-    options: GenerateOptions = {}
-    options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
-    return options
 
 
 # ----------------------------------------------------------------------------------------------------------- models

@@ -1,65 +1,48 @@
 """A watcher that breaks must not take the engine with it: it is told so in the log, once, and watches no more."""
 
 import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-from common.messages import StepResult
-from scheduler_svc.messages import FinishReason, Submit
-from scheduler_svc.observer import NoObserver, StepObserver, StepRecord
+from scheduler_svc.observer import NoObserver, StepObserver
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class GuardedObserver:
-    """A StepObserver around another; its methods never raise. Loop thread."""
+    """A StepObserver around another; its methods never raise. Loop thread.
+
+    The methods are made once, here: where nothing watches they are NoObserver's own and a step pays for no guard.
+    """
 
     def __init__(self, inner: StepObserver) -> None:
-        self._inner = inner
+        self._watch(inner)
 
-    def _give_up(self) -> None:
-        log.exception("watching steps failed; steps and requests are not traced any more")
-        self._inner = NoObserver()
+    def _watch(self, inner: StepObserver) -> None:
+        guard = _bare if type(inner) is NoObserver else self._guarded
+        nothing = NoObserver()
+        self.on_submit = guard(inner.on_submit, nothing.on_submit)
+        self.trace_context = guard(inner.trace_context, nothing.trace_context)
+        self.on_plan = guard(inner.on_plan, nothing.on_plan)
+        self.on_result = guard(inner.on_result, nothing.on_result)
+        self.on_tokens = guard(inner.on_tokens, nothing.on_tokens)
+        self.on_end = guard(inner.on_end, nothing.on_end)
+        self.on_executor = guard(inner.on_executor, nothing.on_executor)
 
-    def on_submit(self, request: Submit, now_ns: int) -> None:
-        try:
-            self._inner.on_submit(request, now_ns)
-        except Exception:  # noqa: BLE001 - see the module
-            self._give_up()
+    def _guarded(self, call: Callable[P, T], instead: Callable[P, T]) -> Callable[P, T]:
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return call(*args, **kwargs)
+            except Exception:  # whatever it is: see the module
+                log.exception("watching steps failed; steps and requests are not traced any more")
+                self._watch(NoObserver())
+                return instead(*args, **kwargs)
 
-    def trace_context(self, executor_id: int, now_ns: int) -> bytes:
-        try:
-            return self._inner.trace_context(executor_id, now_ns)
-        except Exception:  # noqa: BLE001 - see the module
-            self._give_up()
-            return b""
+        return guarded
 
-    def on_plan(self, record: StepRecord, schedule_start_ns: int, sent_ns: int) -> None:
-        try:
-            self._inner.on_plan(record, schedule_start_ns, sent_ns)
-        except Exception:  # noqa: BLE001 - see the module
-            self._give_up()
 
-    def on_result(
-        self, record: StepRecord, result: StepResult, received_ns: int, updated_ns: int, clock_offset_ns: int
-    ) -> None:
-        try:
-            self._inner.on_result(record, result, received_ns, updated_ns, clock_offset_ns)
-        except Exception:  # noqa: BLE001 - see the module
-            self._give_up()
-
-    def on_tokens(self, key: int, count: int, now_ns: int) -> None:
-        try:
-            self._inner.on_tokens(key, count, now_ns)
-        except Exception:  # noqa: BLE001 - see the module
-            self._give_up()
-
-    def on_end(self, key: int, reason: FinishReason | None, error: str, now_ns: int) -> None:
-        try:
-            self._inner.on_end(key, reason, error, now_ns)
-        except Exception:  # noqa: BLE001 - see the module
-            self._give_up()
-
-    def on_executor(self, executor_id: int, event: str, detail: str, now_ns: int) -> None:
-        try:
-            self._inner.on_executor(executor_id, event, detail, now_ns)
-        except Exception:  # noqa: BLE001 - see the module
-            self._give_up()
+def _bare(call: Callable[P, T], instead: Callable[P, T]) -> Callable[P, T]:
+    return call

@@ -26,8 +26,11 @@ class Broken(NoObserver):
 
     def __getattribute__(self, name: str) -> object:
         if name == object.__getattribute__(self, "_broken"):
-            raise RuntimeError("broken watcher")
+            return object.__getattribute__(self, "_break")
         return object.__getattribute__(self, name)
+
+    def _break(self, *args: object) -> None:
+        raise RuntimeError("broken watcher")
 
     def on_executor(self, executor_id: int, event: str, detail: str, now_ns: int) -> None:
         self.calls += 1
