@@ -31,6 +31,8 @@ from scheduler_svc.messages import (
     FromCore,
     GetStats,
     Refused,
+    ResetAnswer,
+    ResetPrefixCache,
     Stats,
     StatsAnswer,
     StepSeen,
@@ -162,6 +164,8 @@ class EngineLoop:
                 self._to(worker_id, AbortAnswer(call, self._abort(request_id, now_ns)))
             case GetStats(call, worker_id):
                 self._to(worker_id, StatsAnswer(call, self.stats()))
+            case ResetPrefixCache(call, worker_id):
+                self._to(worker_id, ResetAnswer(call, *self._core.reset_cache()))
             case WatchSteps(worker_id, on):
                 self._watching.add(worker_id) if on else self._watching.discard(worker_id)
             case Drain(call, worker_id, deadline_ms):
@@ -185,12 +189,11 @@ class EngineLoop:
 
     def _abort(self, request_id: str, now_ns: int) -> bool:
         """Unlike a Cancel this is told to the request's worker, whose caller may be somebody else."""
-        key = self._core.key_of(request_id)
-        if key is None:
-            return False
-        self._cancel(key, now_ns)
-        self._to_owner(key, Ended(key, RequestAborted("the request was aborted")))
-        return True
+        keys = self._core.keys_of(request_id)
+        for key in keys:
+            self._cancel(key, now_ns)
+            self._to_owner(key, Ended(key, RequestAborted("the request was aborted")))
+        return bool(keys)
 
     def _left(self, key: int, reason: FinishReason | None, error: str, now_ns: int) -> None:
         self._traced.discard(key)

@@ -35,12 +35,22 @@ class FinishReason(IntEnum):
 # --------------------------------------------------------------------------------------------------- worker to core
 
 
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A further completion of its Submit's prompt: a request like that one but for these two."""
+
+    key: int
+    seed: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Submit:
-    """A validated request. Answered by Accepted or Refused.
+    """A validated request. Answered by Accepted or Refused, for its own key alone: all of it or nothing is taken.
 
     `sampling.max_tokens` 0: as far as the context allows. `arrival_ns` and `deadline_ns` (0: none) are monotonic.
-    `trace_context`: empty, or 16 bytes trace id, 8 bytes id of the Generate span, 1 byte flags.
+    `trace_context`: empty, or 16 bytes trace id, 8 bytes id of the Generate span, 1 byte flags. `children`: choices 1,
+    2, … of a request for several (choice 0 is the Submit itself); each has a key of its own under the one request_id,
+    and from there on ends, is cancelled and gets its tokens as any request. Prompt logprobs come with choice 0 only.
     """
 
     key: int
@@ -53,6 +63,7 @@ class Submit:
     cache_salt: bytes = b""
     deadline_ns: int = 0
     trace_context: bytes = b""
+    children: tuple[Child, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The Abort call: ends whatever request has this id, exactly. Answered by AbortAnswer."""
+    """The Abort call: ends every choice of the request with exactly this id. Answered by AbortAnswer."""
 
     call: int
     worker_id: int
@@ -105,7 +116,15 @@ class Drain:
     deadline_ms: int
 
 
-ToCore = Submit | Cancel | Finish | Abort | GetStats | WatchSteps | Drain
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Nothing computed before is found in the prefix cache from now on. Answered by ResetAnswer."""
+
+    call: int
+    worker_id: int
+
+
+ToCore = Submit | Cancel | Finish | Abort | GetStats | WatchSteps | Drain | ResetPrefixCache
 
 
 # --------------------------------------------------------------------------------------------------- core to worker
@@ -179,6 +198,15 @@ class DrainAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetAnswer:
+    """Blocks the prefix cache held: `dropped` were idle and are free now, `forgotten` are in use and stay so."""
+
+    call: int
+    dropped: int
+    forgotten: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorStats:
     """Fields as in stepwire.v1.ExecutorStats."""
 
@@ -215,6 +243,11 @@ class Stats:
     waiting: int = 0
     running: int = 0
     spans_dropped: int = 0
+    cache_queried_tokens: int = 0
+    cache_hit_tokens: int = 0
+    readmitted_tokens: int = 0
+    readmitted_hit_tokens: int = 0
+    forked_tokens: int = 0
     executors: tuple[ExecutorStats, ...] = ()
 
 
@@ -258,7 +291,18 @@ class CoreState:
     max_prompt_tokens: int = 0
 
 
-FromCore = Accepted | Refused | Ended | TokenBatch | AbortAnswer | DrainAnswer | StatsAnswer | StepSeen | CoreState
+FromCore = (
+    Accepted
+    | Refused
+    | Ended
+    | TokenBatch
+    | AbortAnswer
+    | DrainAnswer
+    | ResetAnswer
+    | StatsAnswer
+    | StepSeen
+    | CoreState
+)
 
 
 class CorePort(Protocol):

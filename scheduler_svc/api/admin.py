@@ -47,6 +47,12 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         unfinished = await answered(context, self._worker.drain(request.deadline_ms or self._drain_ms))
         return pb.DrainResponse(unfinished=unfinished)
 
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Context
+    ) -> pb.ResetPrefixCacheResponse:
+        answer = await answered(context, self._worker.reset_prefix_cache())
+        return pb.ResetPrefixCacheResponse(dropped_blocks=answer.dropped, forgotten_blocks=answer.forgotten)
+
 
 def stats_message(stats: Stats) -> pb.GetStatsResponse:
     values = {field.name: getattr(stats, field.name) for field in fields(stats) if field.name != "executors"}

@@ -26,6 +26,8 @@ from scheduler_svc.messages import (
     FromCore,
     GetStats,
     Refused,
+    ResetAnswer,
+    ResetPrefixCache,
     Stats,
     StatsAnswer,
     StepSeen,
@@ -40,7 +42,7 @@ MAX_UNREAD_BYTES: Final = 256 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", bool, int, Stats)
+Answer = TypeVar("Answer", bool, int, Stats, ResetAnswer)
 
 
 class StepWatch:
@@ -90,7 +92,7 @@ class ApiWorker:
         self._next_key = worker_id << WORKER_SHIFT
         self._next_call = 0
         self._streams: dict[int, RequestStream] = {}
-        self._calls: dict[int, asyncio.Future[bool | int | Stats]] = {}
+        self._calls: dict[int, asyncio.Future[bool | int | Stats | ResetAnswer]] = {}
         self._watches: list[StepWatch] = []
         self._state_listeners: list[Callable[[CoreState], None]] = []
         self.state = CoreState(ready=False, draining=False, info=None)
@@ -160,6 +162,9 @@ class ApiWorker:
     async def stats(self, timeout_s: float | None = None) -> Stats:
         return await self._call(lambda call: GetStats(call, self._worker_id), Stats, timeout_s)
 
+    async def reset_prefix_cache(self) -> ResetAnswer:
+        return await self._call(lambda call: ResetPrefixCache(call, self._worker_id), ResetAnswer)
+
     async def drain(self, deadline_ms: int) -> int:
         """Returns, when all is drained, how many requests the deadline ended."""
         timeout_s = deadline_ms / 1000 + self._answer_timeout_s
@@ -167,13 +172,13 @@ class ApiWorker:
 
     async def _call(
         self,
-        message: Callable[[int], Abort | GetStats | Drain],
+        message: Callable[[int], Abort | GetStats | Drain | ResetPrefixCache],
         kind: type[Answer],
         timeout_s: float | None = None,
     ) -> Answer:
         self._next_call += 1
         call = self._next_call
-        future: asyncio.Future[bool | int | Stats] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[bool | int | Stats | ResetAnswer] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
             self._port.send(message(call))
@@ -220,6 +225,8 @@ class ApiWorker:
                 self._answer(message.call, message.found)
             case DrainAnswer():
                 self._answer(message.call, message.unfinished)
+            case ResetAnswer():
+                self._answer(message.call, message)
             case StatsAnswer():
                 self._answer(message.call, message.stats)
             case StepSeen():
@@ -286,7 +293,7 @@ class ApiWorker:
         for watch in self._watches:
             watch.put(step)
 
-    def _answer(self, call: int, answer: bool | int | Stats) -> None:
+    def _answer(self, call: int, answer: bool | int | Stats | ResetAnswer) -> None:
         future = self._calls.get(call)
         if future is not None and not future.done():
             future.set_result(answer)

@@ -46,10 +46,10 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """One more user for each of these registered blocks."""
-        assert self.cache is not None
+        """One more user for each of these blocks, which have users or are idle in the prefix cache."""
         for block in blocks:
             if not self.refs[block]:
+                assert self.cache is not None and self.cache.holds(block), "a free block can't be shared"
                 self.cache.set_used(block)
             self.refs[block] += 1
 
@@ -65,6 +65,15 @@ class BlockPool:
                 self.cache.set_idle(block)
             else:
                 self._free.append(block)
+
+    def reset_cache(self) -> tuple[int, int]:
+        """Forgets every registration. Returns how many blocks were idle, which are free now, and how many in use."""
+        if self.cache is None:
+            return 0, 0
+        num_registered = len(self.cache)
+        idle = self.cache.clear()
+        self._free += idle
+        return len(idle), num_registered - len(idle)
 
     def enter_limbo(self, table: I64) -> None:
         self.limbo_refs[table] += 1

@@ -16,10 +16,15 @@ def core_stats(c: Counters, executors: Iterable[ExecutorState], waiting: int, ru
         requests_refused=c.refused,
         preemptions=c.preemptions,
         prompt_tokens=c.prompt_tokens,
-        cached_tokens=c.cached_tokens,
+        cached_tokens=c.cache_hit_tokens + c.forked_tokens,
         generated_tokens=c.generated_tokens,
         waiting=waiting,
         running=running,
+        cache_queried_tokens=c.cache_queried_tokens,
+        cache_hit_tokens=c.cache_hit_tokens,
+        readmitted_tokens=c.readmitted_tokens,
+        readmitted_hit_tokens=c.readmitted_hit_tokens,
+        forked_tokens=c.forked_tokens,
         executors=tuple(executor_stats(e) for e in executors),
     )
 

@@ -7,6 +7,7 @@ import numpy as np
 from common.messages import EMPTY_U32, MAX_EXTEND_TOKENS, U32, Admit, Extend, Sampling, StepPlan, u32
 from scheduler_svc.core.executor_state import ExecutorState, Flight
 from scheduler_svc.core.rows import I64
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.observer import StepRecord
 
 _NONE: I64 = np.empty(0, dtype=np.int64)
@@ -34,7 +35,8 @@ def extend_bytes(num_tokens: int) -> int:
 @dataclass(slots=True)
 class Draft:
     """tokens, wire_bytes, output_bytes: what the step may still take. raw: rows wanting raw logits and the position of
-    the token they choose. blocks_owed: what rows that sit out wait for."""
+    the token they choose. copies: (block, block it is copied to). leaders: sequences whose prompt this plan completes
+    and that others wait for. blocks_owed: what rows that sit out wait for."""
 
     executor: ExecutorState
     tokens: int
@@ -46,6 +48,8 @@ class Draft:
     extends: list[Extend] = field(default_factory=list)
     prefills: list[tuple[int, int, int]] = field(default_factory=list)
     sampling_prefills: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    leaders: list[Sequence] = field(default_factory=list)
     blocks_owed: int = 0
     raw: list[tuple[int, int]] = field(default_factory=list)
 
@@ -81,6 +85,8 @@ class Draft:
             grant_rows=u32(self.grants[0]),
             grant_indices=u32(self.grants[1]),
             grant_blocks=u32(self.grants[2]),
+            copy_sources=_column([source for source, _ in self.copies]),
+            copy_targets=_column([target for _, target in self.copies]),
             prefill_rows=_column(prefill_rows),
             prefill_starts=_column([start for _, start, _ in self.prefills]),
             prefill_counts=_column([count for _, _, count in self.prefills]),

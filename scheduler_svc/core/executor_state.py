@@ -118,8 +118,9 @@ class ExecutorState:
 
     # --------------------------------------------------------------------------------------------------------- rows
 
-    def take_row(self, sequence: Sequence, admission_id: int, shared: list[int], fresh: int) -> int:
-        """Gives `sequence` a row whose table is the `shared` blocks (their user count rises) and `fresh` new ones."""
+    def take_row(self, sequence: Sequence, admission_id: int, shared: list[int], fresh: int, computed: int) -> int:
+        """Gives `sequence` a row whose table is the `shared` blocks (their user count rises) and `fresh` new ones.
+        `computed`: positions that need no computation; those past `shared` are there by a copy."""
         rows, s = self.rows, sequence.request.sampling
         row = heapq.heappop(self.free_rows)
         if shared:
@@ -139,13 +140,14 @@ class ExecutorState:
         rows.set_stops(row, s.stop_ids)
         rows.set_raw_logits(row, sequence.request.raw_logits)
         rows.protected[row] = sequence.preemptions >= self._config.max_preemptions
-        rows.prefilled[row] = len(shared) * self.block_size
+        rows.prefilled[row] = computed
         if sequence.cached < 0:
-            sequence.cached = len(shared) * self.block_size
+            sequence.cached = computed
         rows.cached[row] = sequence.cached
         sequence.row, sequence.executor_id, sequence.state = row, self.id, SequenceState.RUNNING
         sequence.admitted_len = length
-        sequence.planned = len(shared) * self.block_size
+        sequence.planned = computed
+        sequence.prefilled_step = 0
         sequence.sent = 0
         sequence.registered = len(shared)
         blocks = [*shared, *self.pool.allocate(fresh)]
@@ -250,6 +252,12 @@ class ExecutorState:
         for index in range(sequence.registered, full):
             cache.register(hashes[index], int(self.rows.table[row, index]))
         sequence.registered = full
+
+    def reset_cache(self) -> tuple[int, int]:
+        """See BlockPool.reset_cache. What rows hold now, whole or in part, never enters the prefix cache again: not
+        when its step's result arrives, nor when the sequence leaves."""
+        self.rows.tainted[self.rows.admission > 0] = True
+        return self.pool.reset_cache()
 
     # -------------------------------------------------------------------------------------------------------- views
 

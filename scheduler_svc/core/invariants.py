@@ -4,7 +4,7 @@ import numpy as np
 
 from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceState
+from scheduler_svc.core.sequence import Sequence, SequenceState
 
 
 def check(scheduler: Scheduler) -> None:
@@ -12,6 +12,7 @@ def check(scheduler: Scheduler) -> None:
     for executor in scheduler.executors:
         if executor.up:
             _check_rows(executor)
+            _check_writes(executor)
         _check_blocks(executor)
     _check_requests(scheduler)
     stats = scheduler.stats()
@@ -51,6 +52,33 @@ def _check_rows(executor: ExecutorState) -> None:
         assert len(plan.decode_rows) + len(plan.prefill_rows) <= executor.max_num_seqs
 
 
+def _check_fork(sequence: Sequence) -> None:
+    for follower in sequence.followers:
+        assert follower.state == SequenceState.HELD and follower.leader is sequence
+        assert not follower.followers, "a choice that waits leads others"
+    if sequence.followers:
+        assert not sequence.prefilled_step or sequence.row < 0, "choices wait for a prompt that is planned"
+    if sequence.state == SequenceState.HELD:
+        leader = sequence.leader
+        assert leader is not None and sequence in leader.followers
+        assert leader.state not in (SequenceState.ENDED, SequenceState.HELD), "a choice waits for nobody"
+    if sequence.leader is not None:
+        assert sequence.cached < 0, "only a first admission forks"
+        assert sequence.leader.request.request_id == sequence.request.request_id
+
+
+def _check_writes(executor: ExecutorState) -> None:
+    """What a row will write belongs to it alone: nobody shares it, and the prefix cache does not offer it."""
+    pool, rows, size = executor.pool, executor.rows, executor.block_size
+    for row in np.flatnonzero(rows.running).tolist():
+        sequence = rows.seqs[row]
+        assert sequence is not None
+        start = int(rows.high[row]) - 1 if rows.decoding[row] else sequence.planned
+        own = rows.blocks(row)[start // size :]
+        assert (pool.refs[own] == 1).all(), f"row {row} will write a block that others read"
+        assert pool.cache is None or not any(pool.cache.holds(block) for block in own.tolist())
+
+
 def _check_blocks(executor: ExecutorState) -> None:
     pool, rows = executor.pool, executor.rows
     users, limbo_users = np.zeros_like(pool.refs), np.zeros_like(pool.refs)
@@ -76,16 +104,18 @@ def _check_blocks(executor: ExecutorState) -> None:
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    waiting = parked = running = 0
+    waiting = parked = running = held = 0
     for sequence in scheduler.live_sequences():
         waiting += sequence.state == SequenceState.WAITING
         parked += sequence.state == SequenceState.PARKED
         running += sequence.state == SequenceState.RUNNING
-        assert (sequence.row >= 0) == (sequence.state != SequenceState.WAITING)
+        held += sequence.state == SequenceState.HELD
+        assert (sequence.row >= 0) == (sequence.state in (SequenceState.PARKED, SequenceState.RUNNING))
         assert (sequence.ticket > 0) == (sequence.state == SequenceState.WAITING)
-        assert scheduler.key_of(sequence.request.request_id) == sequence.key
-    assert waiting + parked + running == scheduler.num_live, "a live request is nowhere"
-    assert waiting + parked == scheduler.num_waiting
+        assert sequence.key in scheduler.keys_of(sequence.request.request_id)
+        _check_fork(sequence)
+    assert waiting + parked + running + held == scheduler.num_live, "a live request is nowhere"
+    assert waiting + parked + held == scheduler.num_waiting
     assert running == scheduler.num_running
     stats = scheduler.stats()
     ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed

@@ -47,5 +47,9 @@ class Counters:
     refused: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     generated_tokens: int = 0
+    cache_queried_tokens: int = 0
+    cache_hit_tokens: int = 0
+    readmitted_tokens: int = 0
+    readmitted_hit_tokens: int = 0
+    forked_tokens: int = 0

@@ -8,6 +8,7 @@ from common.messages import MAX_EXTEND_TOKENS, Admit, Extend, u32
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import Draft, admit_bytes, extend_bytes
 from scheduler_svc.core.executor_state import ExecutorState
+from scheduler_svc.core.forks import Head, find_head
 from scheduler_svc.core.outcome import Counters
 from scheduler_svc.core.rows import I64
 from scheduler_svc.core.sequence import Sequence, SequenceState
@@ -39,9 +40,11 @@ class Planner:
         self._decodes(draft)
         self._prefills(draft)
         self._admissions(draft)
+        self._release_followers(draft)
         if draft.is_empty:
             return None
-        return draft.finish(now_ns, trace_context, len(self._queue) + executor.num_parked)
+        waiting = len(self._queue) + self._queue.num_held + executor.num_parked
+        return draft.finish(now_ns, trace_context, waiting)
 
     # ------------------------------------------------------------------------------------------------------- decodes
 
@@ -165,7 +168,10 @@ class Planner:
         rows.last_step[row] = draft.step_id
         if sequence.planned == sequence.admitted_len:
             executor.start_decoding(row)
+            sequence.prefilled_step = draft.step_id
             draft.sampling_prefills.append(row)
+            if sequence.followers:
+                draft.leaders.append(sequence)
 
     def _send(self, draft: Draft, sequence: Sequence, until: int) -> None:
         """Sends known tokens ahead of their use, as far as the plan has room."""
@@ -229,20 +235,22 @@ class Planner:
         bytes_needed = admit_bytes(sequence.length, num_blocks, sequence.request.sampling)
         if bytes_needed > draft.wire_bytes:
             return False
-        shared = self._cached_blocks(executor, sequence)
-        fresh = num_blocks - len(shared)
+        head = find_head(executor, sequence)
+        fresh = num_blocks - len(head.blocks)
         # Each running sequence may want one block soon: admitting into that room would only preempt someone.
-        need = fresh + pool.count_idle(shared)
+        need = fresh + pool.count_idle(head.blocks)
         if need + executor.num_running > pool.available:
             executor.blocked = (sequence.ticket, need, version)
             return False
         executor.blocked = None
         draft.wire_bytes -= bytes_needed
         self._queue.pop()
-        first = sequence.cached < 0
-        row = executor.take_row(sequence, self._next_admission(), shared, fresh)
-        self._counters.cached_tokens += sequence.cached if first else 0
+        self._count(executor, sequence, head)
+        row = executor.take_row(sequence, self._next_admission(), head.blocks, fresh, head.computed)
         executor.rows.last_step[row] = draft.step_id
+        if head.leader >= 0:
+            self._fork(draft, row, head)
+        sequence.leader = None
         sequence.sent = min(sequence.length, MAX_EXTEND_TOKENS)
         draft.admits.append(self._admit_message(executor, sequence, row))
         return True
@@ -253,17 +261,31 @@ class Planner:
         return min(executor.context, sequence.prompt_len + wanted)
 
     @staticmethod
-    def _cached_blocks(executor: ExecutorState, sequence: Sequence) -> list[int]:
-        """Cached blocks the sequence can start with. At least one token is left to compute, and none whose logits are
-        still wanted is skipped."""
-        cache = executor.pool.cache
-        if cache is None:
-            return []
-        usable = sequence.length - 1
-        if sequence.wants_prompt_logprobs:
-            usable = min(usable, sequence.next_prompt_logprob - 1)
-        count = usable // executor.block_size
-        return cache.match(executor.hashes(sequence, count), count)
+    def _fork(draft: Draft, row: int, head: Head) -> None:
+        """See core/forks.py. The leader's row is named by this step from now on."""
+        rows = draft.executor.rows
+        rows.last_step[head.leader] = draft.step_id
+        rows.tainted[row] = rows.tainted[head.leader]  # what the cache must not offer of the one, nor of the other
+        if head.copied >= 0:
+            draft.copies.append((head.copied, int(rows.table[row, len(head.blocks)])))
+
+    def _release_followers(self, draft: Draft) -> None:
+        """Who waited for a prompt that this plan completes may enter from the next plan on, and fork."""
+        for leader in draft.leaders:
+            for follower in leader.followers:
+                self._queue.push(follower)
+            leader.followers.clear()
+
+    def _count(self, executor: ExecutorState, sequence: Sequence, head: Head) -> None:
+        c, has_cache = self._counters, executor.pool.cache is not None
+        if sequence.cached >= 0:
+            c.readmitted_tokens += sequence.length * has_cache
+            c.readmitted_hit_tokens += head.computed
+        elif head.leader >= 0:
+            c.forked_tokens += head.computed
+        else:
+            c.cache_queried_tokens += sequence.length * has_cache
+            c.cache_hit_tokens += head.computed
 
     @staticmethod
     def _admit_message(executor: ExecutorState, sequence: Sequence, row: int) -> Admit:

@@ -2,6 +2,9 @@
 
 A block's hash covers its tokens and, through its parent, everything before it and the salt, so that equal hashes mean
 equal contents. Digests are 256 bit: a prefix must not be reachable through a forged collision.
+
+What is hashed is a kind and then fields, each with its tag and length in front, so that no two different inputs are the
+same bytes: not a salt that looks like a digest, nor one field that ends where another begins.
 """
 
 import hashlib
@@ -9,18 +12,32 @@ from collections import OrderedDict
 
 from common.messages import U32
 
-_HEAD = b"stepwire-head:"
-_BLOCK = b"stepwire-block:"
+_SIZE = 32
+_PARENT = b"p" + _SIZE.to_bytes(8, "little")
+
+
+def _field(tag: bytes, data: bytes) -> bytes:
+    return tag + len(data).to_bytes(8, "little") + data
+
+
+def _digest(kind: bytes, fields: bytes) -> bytes:
+    return hashlib.blake2b(kind + fields, digest_size=_SIZE).digest()
+
+
+def head_hash(salt: bytes) -> bytes:
+    """The parent of a first block. Whose heads differ share nothing."""
+    return _digest(b"H", _field(b"s", salt))
 
 
 def extend_hashes(hashes: list[bytes], tokens: U32, block_size: int, salt: bytes, count: int) -> None:
     """Appends to `hashes` until it covers the first `count` full blocks of `tokens`."""
     if len(hashes) >= count:
         return
-    parent = hashes[-1] if hashes else hashlib.blake2b(_HEAD + salt, digest_size=32).digest()
+    parent = hashes[-1] if hashes else head_hash(salt)
+    tokens_field = b"t" + (4 * block_size).to_bytes(8, "little")
     for index in range(len(hashes), count):
         piece = tokens[index * block_size : (index + 1) * block_size].astype("<u4", copy=False).tobytes()
-        parent = hashlib.blake2b(_BLOCK + parent + piece, digest_size=32).digest()
+        parent = _digest(b"B", _PARENT + parent + tokens_field + piece)
         hashes.append(parent)
 
 
@@ -64,6 +81,14 @@ class PrefixCache:
         self._hash_of[block] = digest
         self.version += 1
         return True
+
+    def clear(self) -> list[int]:
+        """Forgets everything. Returns the blocks that were idle, which nobody has now."""
+        idle = list(self._idle)
+        self._block_of.clear()
+        self._hash_of.clear()
+        self._idle.clear()
+        return idle
 
     def set_idle(self, block: int) -> None:
         """The registered `block` lost its last user; it becomes the most recently used."""

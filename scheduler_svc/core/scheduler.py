@@ -20,6 +20,7 @@ from scheduler_svc.core.blame import MAX_PLAN_ERRORS, blamed
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core_stats import core_stats
 from scheduler_svc.core.executor_state import ExecutorState, context_limit
+from scheduler_svc.core.forks import choices
 from scheduler_svc.core.outcome import Counters, Ending, EpochStart, StepOutcome
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import make_policy
@@ -43,7 +44,7 @@ class Scheduler:
         self._planner = Planner(config, self._queue, self._next_admission, self._counters)
         self._executors: list[ExecutorState] = []
         self._live: dict[int, Sequence] = {}
-        self._keys: dict[str, int] = {}
+        self._keys: dict[str, list[int]] = {}  # of each live request id, those of its choices that have not ended
         self._orders = 0
         self._admissions = 0
         self._draining = False
@@ -80,7 +81,7 @@ class Scheduler:
             )
         executor.connect(welcome)
         max_context, _ = self.limits()
-        endings = []
+        endings: list[Ending] = []
         for sequence in tuple(self._live.values()):
             if sequence.state == SequenceState.WAITING and sequence.length + 1 > max_context:
                 error = TooLarge(
@@ -88,7 +89,7 @@ class Scheduler:
                     f" {max_context}",
                     limit=str(max_context),
                 )
-                endings.append(self._end(sequence, None, error))
+                endings += self._end(sequence, None, error)
         return tuple(endings)
 
     def executor_down(self, executor_id: int, now_ns: int) -> None:
@@ -105,17 +106,17 @@ class Scheduler:
         suspects = blamed(executor, error)
         self._requeue(executor.disconnect())
         text = f"the executor refused this sequence again and again: {error.code.name} {error.field} {error.text}"
-        endings = []
+        endings: list[Ending] = []
         for sequence in suspects:
             sequence.plan_errors += 1
             if sequence.plan_errors >= MAX_PLAN_ERRORS and sequence.state != SequenceState.ENDED:
-                endings.append(self._end(sequence, None, SequenceFailed(text)))
+                endings += self._end(sequence, None, SequenceFailed(text))
         return tuple(endings)
 
     # ------------------------------------------------------------------------------------------------------ requests
 
     def submit(self, request: Submit, now_ns: int) -> None:
-        """Accepts a request.
+        """Accepts a request with all its choices, or nothing of it.
 
         Raises Draining, Unavailable (no executor was ever connected), DuplicateRequest, InvalidInput, TooLarge,
         NotSupported, Overloaded (with retry_after_ms). A refused request leaves nothing behind.
@@ -123,15 +124,28 @@ class Scheduler:
         try:
             self._check(request)
         except StepwireError:
-            self._counters.refused += 1
+            self._counters.refused += 1 + len(request.children)
             raise
+        leader, *followers = [self._accept(choice) for choice in choices(request)]
+        self._queue.push(leader)
+        self._lead(leader, followers)
+
+    def _accept(self, choice: Submit) -> Sequence:
         self._orders += 1
-        sequence = Sequence(request, self._orders, self._policy.rank(self._orders, request.priority))
-        self._live[request.key] = sequence
-        self._keys[request.request_id] = request.key
-        self._queue.push(sequence)
+        sequence = Sequence(choice, self._orders, self._policy.rank(self._orders, choice.priority))
+        self._live[choice.key] = sequence
+        self._keys.setdefault(choice.request_id, []).append(choice.key)
         self._counters.accepted += 1
         self._counters.prompt_tokens += sequence.prompt_len
+        return sequence
+
+    def _lead(self, leader: Sequence, followers: list[Sequence]) -> None:
+        """`followers` wait for `leader`, and fork from it."""
+        leader.leader, leader.followers = None, followers
+        for follower in followers:
+            follower.leader = leader
+            if follower.state != SequenceState.HELD:
+                self._queue.hold(follower)
 
     def _check(self, request: Submit) -> None:
         infos = [e.info for e in self._executors if e.info is not None]
@@ -139,16 +153,20 @@ class Scheduler:
             raise Draining("the server is draining and takes no more requests")
         if not infos:
             raise Unavailable("no executor was ever connected", retry_after_ms=self.config.retry_after_ms)
-        if request.request_id in self._keys or request.key in self._live:
+        keys = [request.key, *(child.key for child in request.children)]
+        if request.request_id in self._keys or not self._live.keys().isdisjoint(keys):
             raise DuplicateRequest(f"a request with id {request.request_id!r} is live", field="request_id")
         for info in infos:
             check_request(request, info, self.config)
+        most, waiting = self.config.max_queued_requests, len(self._queue) + self._queue.num_held
+        if len(keys) > most:
+            raise TooLarge(f"n is {len(keys)}, more than may wait at all", field="n", limit=str(most))
         queued = self.config.max_queued_tokens
-        if len(self._queue) >= self.config.max_queued_requests or (
+        if waiting + len(keys) > most or (
             queued and len(self._queue) and self._queue.num_tokens + len(request.prompt) > queued
         ):
             raise Overloaded(
-                f"{len(self._queue)} requests wait already",
+                f"{waiting} requests wait already",
                 limit=str(self.config.max_queued_requests),
                 retry_after_ms=self.config.retry_after_ms,
             )
@@ -176,9 +194,15 @@ class Scheduler:
         self._counters.generated_tokens -= max(0, known - sequence.prompt_len - token_count)
         return True
 
-    def key_of(self, request_id: str) -> int | None:
-        """The live request with exactly this id."""
-        return self._keys.get(request_id)
+    def keys_of(self, request_id: str) -> tuple[int, ...]:
+        """The choices, of the live request with exactly this id, that have not ended. Empty: there is none."""
+        return tuple(self._keys.get(request_id, ()))
+
+    def reset_cache(self) -> tuple[int, int]:
+        """From now on no admission finds anything that was computed or planned before. Returns how many blocks the
+        prefix caches held: idle ones, which are free now, and ones in use, which go on being used."""
+        counts = [executor.reset_cache() for executor in self._executors]
+        return sum(dropped for dropped, _ in counts), sum(forgotten for _, forgotten in counts)
 
     def drain(self) -> None:
         """No more admission from now on."""
@@ -186,7 +210,10 @@ class Scheduler:
 
     def end_all(self, error: StepwireError, now_ns: int) -> tuple[Ending, ...]:
         """Ends every live request with `error`."""
-        return tuple(self._end(sequence, None, error) for sequence in tuple(self._live.values()))
+        endings: list[Ending] = []
+        while self._live:
+            endings += self._end(next(iter(self._live.values())), None, error)
+        return tuple(endings)
 
     # --------------------------------------------------------------------------------------------------------- steps
 
@@ -212,17 +239,17 @@ class Scheduler:
         collected = collect(executor, result)
         self._counters.generated_tokens += len(collected.tokens)
         found = batches(executor, collected, result)
-        endings = []
+        endings: list[Ending] = []
         for entry in np.flatnonzero(collected.reasons).tolist():
             sequence = executor.rows.seqs[int(collected.rows[entry])]
             assert sequence is not None
-            endings.append(self._end(sequence, FinishReason(int(collected.reasons[entry])), None))
+            endings += self._end(sequence, FinishReason(int(collected.reasons[entry])), None)
         for row_error in collected.row_errors:
             sequence = executor.rows.seqs[row_error.row]
             assert sequence is not None
             if sequence.state != SequenceState.ENDED:
                 error = SequenceFailed(f"{row_error.code.name}: {row_error.text}")
-                endings.append(self._end(sequence, None, error))
+                endings += self._end(sequence, None, error)
         self._requeue(executor.settle())
         return StepOutcome(found, tuple(endings), collected.flight.record)
 
@@ -258,7 +285,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(e.num_parked for e in self._executors) + len(self._queue)
+        return sum(e.num_parked for e in self._executors) + len(self._queue) + self._queue.num_held
 
     @property
     def num_running(self) -> int:
@@ -286,20 +313,38 @@ class Scheduler:
         for sequence in sequences:
             self._queue.push(sequence)
 
-    def _end(self, sequence: Sequence, reason: FinishReason | None, error: StepwireError | None) -> Ending:
+    def _end(self, sequence: Sequence, reason: FinishReason | None, error: StepwireError | None) -> list[Ending]:
+        """An error also ends who still waits for this sequence's prompt: it would compute the same."""
+        followers = sequence.followers
+        if error is not None:
+            sequence.followers = []
         self._retire(sequence)
         if reason is not None:
             self._counters.finished += 1
-        else:
-            self._counters.failed += 1
-        return Ending(sequence.key, sequence.request.request_id, reason, error)
+            return [Ending(sequence.key, sequence.request.request_id, reason, None)]
+        self._counters.failed += 1
+        endings = [Ending(sequence.key, sequence.request.request_id, None, error)]
+        for follower in followers:
+            follower.leader = None
+            endings += self._end(follower, None, error)
+        return endings
 
     def _retire(self, sequence: Sequence) -> None:
         """The one way out, whatever ended the request: queue, row and ids are given up here."""
         del self._live[sequence.key]
-        del self._keys[sequence.request.request_id]
-        if sequence.state == SequenceState.WAITING:
+        keys = self._keys[sequence.request.request_id]
+        keys.remove(sequence.key)
+        if not keys:
+            del self._keys[sequence.request.request_id]
+        if sequence.state in (SequenceState.WAITING, SequenceState.HELD):
             self._queue.remove(sequence)
         else:
             self._executors[sequence.executor_id].vacate(sequence.row, keep=False)
+        if sequence.state == SequenceState.HELD and sequence.leader is not None:
+            sequence.leader.followers.remove(sequence)
         sequence.state = SequenceState.ENDED
+        if sequence.followers:  # the next choice leads the rest
+            leader, *rest = sequence.followers
+            sequence.followers = []
+            self._queue.push(leader)
+            self._lead(leader, rest)

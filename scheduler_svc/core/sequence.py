@@ -14,6 +14,7 @@ class SequenceState(IntEnum):
     RUNNING = 2  # has a row
     PARKED = 3  # preempted; the results of its last steps are still under way
     ENDED = 4
+    HELD = 5  # a further choice of n > 1 that waits until its leader's prompt is planned to the end
 
 
 class Sequence:
@@ -22,7 +23,9 @@ class Sequence:
 
     rank: see policy. cached: prompt tokens found in the prefix cache at first admission (-1: never admitted).
     next_prompt_logprob: first prompt position whose logprobs were not delivered yet. hashes: chain of the full blocks
-    computed so far, for `hash_block_size`. The fields below `row` belong to the present admission.
+    computed so far, for `hash_block_size`. leader: the choice of the same prompt to fork from, until the first
+    admission. followers: choices that are HELD until this one's prompt is planned to the end. The fields below `row`
+    belong to the present admission.
     """
 
     __slots__ = (
@@ -31,13 +34,16 @@ class Sequence:
         "admitted_len",
         "cached",
         "executor_id",
+        "followers",
         "hash_block_size",
         "hashes",
+        "leader",
         "next_prompt_logprob",
         "order",
         "plan_errors",
         "planned",
         "preemptions",
+        "prefilled_step",
         "prompt_len",
         "rank",
         "registered",
@@ -63,10 +69,13 @@ class Sequence:
         self.next_prompt_logprob = max(request.sampling.prompt_logprobs_from, 1)
         self.hashes: list[bytes] = []
         self.hash_block_size = 0
+        self.leader: Sequence | None = None
+        self.followers: list[Sequence] = []
         self.executor_id = -1
         self.row = -1
         self.admitted_len = 0  # tokens known when the row was taken
         self.planned = 0  # positions whose computation is planned; only rises until admitted_len
+        self.prefilled_step = 0  # the step that computes its last known token; 0: not planned yet
         self.sent = 0  # tokens the executor was given
         self.registered = 0  # head blocks of the table that are in the prefix cache or were looked at for it
 

@@ -6,13 +6,17 @@ from scheduler_svc.core.sequence import Sequence, SequenceState
 
 
 class WaitingQueue:
-    """Every sequence that has no row and may take one. Nothing ever walks over it."""
+    """Every sequence that has no row and may take one. Nothing ever walks over it.
+
+    `num_held` counts those that will be pushed later: see SequenceState.HELD. They are no part of the queue otherwise.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Sequence]] = []
         self._tickets = 0
         self._waiting = 0
         self._num_tokens = 0
+        self.num_held = 0
 
     def __len__(self) -> int:
         return self._waiting
@@ -22,8 +26,14 @@ class WaitingQueue:
         """Known tokens of all that wait."""
         return self._num_tokens
 
+    def hold(self, sequence: Sequence) -> None:
+        """`sequence` is new and its leader's prompt comes first."""
+        sequence.state = SequenceState.HELD
+        self.num_held += 1
+
     def push(self, sequence: Sequence) -> None:
         assert sequence.ticket == 0
+        self.num_held -= sequence.state == SequenceState.HELD
         self._tickets += 1
         sequence.ticket = self._tickets
         sequence.state = SequenceState.WAITING
@@ -41,6 +51,9 @@ class WaitingQueue:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
+        if sequence.state == SequenceState.HELD:
+            self.num_held -= 1
+            return
         assert sequence.ticket != 0
         sequence.ticket = 0
         self._waiting -= 1

@@ -71,13 +71,15 @@ def toy_info(**overrides: object) -> ExecutorInfo:
 
 @dataclass(eq=False)
 class _Step:
-    """One pending step. `writes`: (slots, tokens) of the storage; `sampled`: (row, position, token)."""
+    """One pending step. `writes`: (slots, tokens) of the storage; `sampled`: (row, position, token); `copied`: (slots,
+    tokens) of the blocks it copied from, as far as the copies are used."""
 
     executor: "ToyExecutor"
     result: StepResult
     plan: StepPlan
     writes: list[tuple[NDArray[np.int64], U32]] = field(default_factory=list)
     sampled: list[tuple[int, int, int]] = field(default_factory=list)
+    copied: list[tuple[NDArray[np.int64], U32]] = field(default_factory=list)
     errors: list[RowError] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     logprobs: list[tuple[int, float, U32, F32]] = field(default_factory=list)
@@ -93,7 +95,8 @@ class ToyExecutor:
     fail_rows: rows that get a row error when next computed (tests add to it). fail_steps: step ids whose wait raises
     DEVICE_FAILED. on_wait: called with the plan, outside the lock, before a result is given (to delay it).
     keep_kv: whether this executor agrees to keep blocks. corrupt_reads counts sequences whose tokens read back through
-    the block table were not the row's; limbo_violations rows taken while a step naming them was in flight.
+    the block table were not the row's; limbo_violations rows taken while a step naming them was in flight, and blocks
+    written while a step that copies from them was.
     """
 
     def __init__(
@@ -167,8 +170,9 @@ class ToyExecutor:
                 if plan.epoch == self._epoch:
                     self._ended = True
                 raise
-            self._apply(plan, rows)
+            copied = self._apply(plan, rows)
             step = self._compute(plan, received_ns)
+            step.copied = copied
             self._pending.append(step)
             return step
 
@@ -193,6 +197,7 @@ class ToyExecutor:
             return step.result
 
     def _finish_writes(self, step: _Step) -> None:
+        self.limbo_violations += sum(not np.array_equal(self._storage[s], tokens) for s, tokens in step.copied)
         for slots, tokens in step.writes:
             self._storage[slots] = tokens
         for row, position, token in step.sampled:
@@ -212,7 +217,7 @@ class ToyExecutor:
             raise refused(plan, PlanErrorCode.BUDGET, "too many plans in flight", limit=self._depth)
         return PlanCheck(self._info, self._rows, self._seen_admissions, plan).run()
 
-    def _apply(self, plan: StepPlan, rows: dict[int, ToyRow | None]) -> None:
+    def _apply(self, plan: StepPlan, rows: dict[int, ToyRow | None]) -> list[tuple[NDArray[np.int64], U32]]:
         self._next_step += 1
         named = {int(r) for s in self._pending for r in (*s.plan.decode_rows.tolist(), *s.plan.prefill_rows.tolist())}
         self.limbo_violations += sum(1 for a in plan.admit if a.row in named)
@@ -228,8 +233,14 @@ class ToyExecutor:
         self._seen_admissions.update(a.admission_id for a in plan.admit)
         size = self._info.block_size
         blocks = self._storage.reshape(-1, size)
+        copied = []
         for source, target in zip(plan.copy_sources.tolist(), plan.copy_targets.tolist(), strict=True):
             blocks[target] = blocks[source]
+            for admit in plan.admit:
+                for index in np.flatnonzero(admit.blocks == target).tolist():
+                    slots = source * size + np.arange(min(size, admit.computed_len - index * size))
+                    copied.append((slots, self._storage[slots]))
+        return copied
 
     def _write_known(self, piece: Admit | Extend) -> None:
         offset = piece.offset if isinstance(piece, Extend) else 0

@@ -8,11 +8,13 @@ from common.clock import ManualClock
 from common.errors import StepwireError
 from common.messages import ExecutorInfo, Hello, PlanError, Sampling, StepPlan, StepResult, Welcome, u32
 from executor_svc.step_executor import PendingStep, PlanRefused
+from scheduler_svc.choice_seed import choice_seed
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.forks import choices
 from scheduler_svc.core.outcome import Ending, StepOutcome
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.messages import WORKER_SHIFT, Extras, FinishReason, Submit
+from scheduler_svc.messages import WORKER_SHIFT, Child, Extras, FinishReason, Submit
 from scheduler_svc.observer import StepRecord
 from tests.fakes.toy_executor import ToyExecutor, crashed, toy_info
 from tests.fakes.toy_tokens import expected_tokens
@@ -93,26 +95,36 @@ class Sim:
     # ----------------------------------------------------------------------------------------------------- requests
 
     def request(
-        self, prompt: Sequence[int], max_tokens: int = 8, *, worker: int = 0, request_id: str = "", **fields: object
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        worker: int = 0,
+        request_id: str = "",
+        n: int = 1,
+        **fields: object,
     ) -> Submit:
-        """A Submit; `fields` of Submit or, by their own names, of Sampling."""
-        self._counter += 1
+        """A Submit for `n` choices, with keys in a row; `fields` of Submit or, by their own names, of Sampling."""
+        self._counter += n
+        first, key = self._counter - n + 1, worker << WORKER_SHIFT | self._counter - n + 1
         own = {name: fields.pop(name) for name in tuple(fields) if name in Submit.__dataclass_fields__}
-        values: dict[str, object] = {"seed": self._counter, "max_tokens": max_tokens, "temperature": 0.8, **fields}
+        values: dict[str, object] = {"seed": first, "max_tokens": max_tokens, "temperature": 0.8, **fields}
         return Submit(
-            key=worker << WORKER_SHIFT | self._counter,
-            request_id=request_id or f"r{self._counter}",
+            key=key,
+            request_id=request_id or f"r{first}",
             prompt=u32(prompt),
             sampling=Sampling(**values),  # type: ignore[arg-type]
             arrival_ns=self.now_ns,
+            children=tuple(Child(key + i, choice_seed(first, i)) for i in range(1, n)),
             **own,  # type: ignore[arg-type]
         )
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 8, **fields: object) -> int:
-        """Returns the key. Raises what Scheduler.submit raises."""
+        """Returns the key, of choice 0 where there are several. Raises what Scheduler.submit raises."""
         request = self.request(prompt, max_tokens, **fields)  # type: ignore[arg-type]
         self.scheduler.submit(request, self.now_ns)
-        self.clients[request.key] = Client(request)
+        for choice in choices(request):
+            self.clients[choice.key] = Client(choice)
         self.check()
         return request.key
 

@@ -78,7 +78,7 @@ def test_what_can_never_run_is_refused_at_once(request_: Submit, error: type[Ste
     with pytest.raises(error) as refused:
         sim.scheduler.submit(request_, 0)
     assert refused.value.field == field
-    assert sim.scheduler.num_live == 0 and sim.scheduler.key_of("a") is None
+    assert sim.scheduler.num_live == 0 and sim.scheduler.keys_of("a") == ()
 
 
 def test_features_the_executor_lacks_are_refused() -> None:

@@ -50,8 +50,13 @@ class GetStatsResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     EXECUTORS_FIELD_NUMBER: _builtins.int
     SPANS_DROPPED_FIELD_NUMBER: _builtins.int
+    CACHE_QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    READMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    READMITTED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    FORKED_TOKENS_FIELD_NUMBER: _builtins.int
     requests_accepted: _builtins.int
-    """since start, as are all counts here."""
+    """since start, as are all counts here. Each choice of n > 1 counts as a request."""
     requests_finished: _builtins.int
     requests_aborted: _builtins.int
     requests_failed: _builtins.int
@@ -59,12 +64,25 @@ class GetStatsResponse(_message.Message):
     preemptions: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """sum of Usage.cached_tokens: cache_hit_tokens + forked_tokens."""
     generated_tokens: _builtins.int
     waiting: _builtins.int
     """now."""
     running: _builtins.int
     """now."""
     spans_dropped: _builtins.int
+    cache_queried_tokens: _builtins.int
+    """The prefix cache's hit rate is cache_hit_tokens / cache_queried_tokens. Who comes back after a preemption or an
+    executor's loss finds its own blocks and would only flatter it, so it is counted apart.
+    prompt tokens of first admissions that looked into the cache.
+    """
+    cache_hit_tokens: _builtins.int
+    """those of them that were there."""
+    readmitted_tokens: _builtins.int
+    """known tokens of all further admissions that looked into the cache."""
+    readmitted_hit_tokens: _builtins.int
+    forked_tokens: _builtins.int
+    """prompt tokens that choices of n > 1 shared with choice 0 instead."""
     @_builtins.property
     def executors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExecutorStats]: ...
     def __init__(
@@ -83,10 +101,15 @@ class GetStatsResponse(_message.Message):
         running: _builtins.int = ...,
         executors: _abc.Iterable[Global___ExecutorStats] | None = ...,
         spans_dropped: _builtins.int = ...,
+        cache_queried_tokens: _builtins.int = ...,
+        cache_hit_tokens: _builtins.int = ...,
+        readmitted_tokens: _builtins.int = ...,
+        readmitted_hit_tokens: _builtins.int = ...,
+        forked_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "executors", b"executors", "generated_tokens", b"generated_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "requests_aborted", b"requests_aborted", "requests_accepted", b"requests_accepted", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_refused", b"requests_refused", "running", b"running", "spans_dropped", b"spans_dropped", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_hit_tokens", b"cache_hit_tokens", "cache_queried_tokens", b"cache_queried_tokens", "cached_tokens", b"cached_tokens", "executors", b"executors", "forked_tokens", b"forked_tokens", "generated_tokens", b"generated_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "readmitted_hit_tokens", b"readmitted_hit_tokens", "readmitted_tokens", b"readmitted_tokens", "requests_aborted", b"requests_aborted", "requests_accepted", b"requests_accepted", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_refused", b"requests_refused", "running", b"running", "spans_dropped", b"spans_dropped", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,3 +301,42 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_BLOCKS_FIELD_NUMBER: _builtins.int
+    dropped_blocks: _builtins.int
+    """were cached and used by nobody: free now."""
+    forgotten_blocks: _builtins.int
+    """were cached and in use: they stay in use, nobody else finds them."""
+    def __init__(
+        self,
+        *,
+        dropped_blocks: _builtins.int = ...,
+        forgotten_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_blocks", b"dropped_blocks", "forgotten_blocks", b"forgotten_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015

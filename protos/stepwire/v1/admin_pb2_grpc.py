@@ -49,6 +49,11 @@ class AdminStub:
                 request_serializer=stepwire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=stepwire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/stepwire.v1.Admin/ResetPrefixCache',
+                request_serializer=stepwire_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=stepwire_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -74,6 +79,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """From its answer on, no request finds anything computed before in the prefix cache. Running requests go on
+        unharmed; the blocks they hold are never found by others, not even once they are done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +104,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=stepwire_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=stepwire_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=stepwire_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=stepwire_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +192,33 @@ class Admin:
             '/stepwire.v1.Admin/Drain',
             stepwire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             stepwire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.Admin/ResetPrefixCache',
+            stepwire_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+            stepwire_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,7 @@ class GenerateRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the server draws one. A live id is refused with ALREADY_EXISTS. <= 128 bytes."""
     model: _builtins.str
@@ -74,6 +75,11 @@ class GenerateRequest(_message.Message):
     """higher runs first where the policy is "priority"; else unused."""
     cache_salt: _builtins.str
     """requests share cached prefixes only when their salts are equal."""
+    n: _builtins.int
+    """Completions of this one prompt, 1 to 64; unset: 1. Choice 0 is what n = 1 would give; choice i > 0 is what n = 1
+    would give with the seed told in its `started`, splitmix64(seed, i). They share the prompt's KV blocks. Prompt
+    logprobs come with choice 0 only. Each choice counts as a request in limits and statistics.
+    """
     @_builtins.property
     def chat(self) -> Global___ChatInput: ...
     @_builtins.property
@@ -100,15 +106,20 @@ class GenerateRequest(_message.Message):
         stream: _builtins.bool | None = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        n: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "chat", b"chat", "input", b"input", "output", b"output", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_stream", b"_stream", "chat", b"chat", "input", b"input", "n", b"n", "output", b"output", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_stream", b"_stream", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__stream: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType__stream: _TypeAlias = _typing.Literal["_stream", b"_stream"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stream) -> _WhichOneofReturnType__stream | None: ...
     @_typing.overload
@@ -403,7 +414,8 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 @_typing.final
 class GenerateResponse(_message.Message):
     """With stream = true: one message with `started`, then messages with `delta`, the last with `finished` (and perhaps a
-    delta). With stream = false: one message with all three.
+    delta). With stream = false: one message with all three. With n > 1 so for each choice: the `started` of all come
+    first, the rest in any order between choices; without streaming each choice's one message comes when it ends.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -411,6 +423,9 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """the choice this is about; 0 where n is 1."""
     @_builtins.property
     def started(self) -> Global___Started: ...
     @_builtins.property
@@ -423,10 +438,11 @@ class GenerateResponse(_message.Message):
         started: Global___Started | None = ...,
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "finished", b"finished", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "finished", b"finished", "index", b"index", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,7 +458,7 @@ class Started(_message.Message):
     request_id: _builtins.str
     prompt_tokens: _builtins.int
     seed: _builtins.int
-    """the seed in force: the caller's or the one drawn."""
+    """the seed in force: the caller's or the one drawn; of a choice i > 0, its own."""
     def __init__(
         self,
         *,
@@ -624,8 +640,9 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """prompt tokens found in the prefix cache at first admission."""
+    """prompt tokens not computed for it: found in the prefix cache at first admission,"""
     completion_tokens: _builtins.int
+    """or shared with choice 0."""
     def __init__(
         self,
         *,

@@ -102,7 +102,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request by its id. Unknown and finished ids are no error. The request's own stream ends with CANCELLED.
+        """Ends a request by its id, all its choices. Unknown and finished ids are no error. The request's own stream ends with CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

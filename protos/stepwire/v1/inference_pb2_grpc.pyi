@@ -44,7 +44,7 @@ class InferenceStub:
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     ApplyChatTemplate: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ApplyChatTemplateRequest, _inference_pb2.ApplyChatTemplateResponse]
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
-    """Ends a request by its id. Unknown and finished ids are no error. The request's own stream ends with CANCELLED."""
+    """Ends a request by its id, all its choices. Unknown and finished ids are no error. The request's own stream ends with CANCELLED."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -58,7 +58,7 @@ class InferenceAsyncStub(InferenceStub):
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
     ApplyChatTemplate: _aio.UnaryUnaryMultiCallable[_inference_pb2.ApplyChatTemplateRequest, _inference_pb2.ApplyChatTemplateResponse]  # type: ignore[assignment]
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request by its id. Unknown and finished ids are no error. The request's own stream ends with CANCELLED."""
+    """Ends a request by its id, all its choices. Unknown and finished ids are no error. The request's own stream ends with CANCELLED."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -105,6 +105,6 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortResponse, _abc.Awaitable[_inference_pb2.AbortResponse]]:
-        """Ends a request by its id. Unknown and finished ids are no error. The request's own stream ends with CANCELLED."""
+        """Ends a request by its id, all its choices. Unknown and finished ids are no error. The request's own stream ends with CANCELLED."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -106,6 +106,11 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         return admin_pb2.DrainResponse(unfinished=request.deadline_ms)
 
+    def ResetPrefixCache(
+        self, request: admin_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> admin_pb2.ResetPrefixCacheResponse:
+        return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=5, forgotten_blocks=2)
+
 
 @contextmanager
 def serving(

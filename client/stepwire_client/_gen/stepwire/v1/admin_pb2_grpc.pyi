@@ -36,6 +36,10 @@ class AdminStub:
     """One message for each finished step from now on. A reader that falls behind loses steps, told in `skipped`."""
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Stops admission (readiness turns false), lets running requests finish until the deadline, then ends them."""
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]
+    """From its answer on, no request finds anything computed before in the prefix cache. Running requests go on
+    unharmed; the blocks they hold are never found by others, not even once they are done.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -45,6 +49,10 @@ class AdminAsyncStub(AdminStub):
     """One message for each finished step from now on. A reader that falls behind loses steps, told in `skipped`."""
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops admission (readiness turns false), lets running requests finish until the deadline, then ends them."""
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """From its answer on, no request finds anything computed before in the prefix cache. Running requests go on
+    unharmed; the blocks they hold are never found by others, not even once they are done.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -69,5 +77,15 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
         """Stops admission (readiness turns false), lets running requests finish until the deadline, then ends them."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _admin_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_admin_pb2.ResetPrefixCacheResponse]]:
+        """From its answer on, no request finds anything computed before in the prefix cache. Running requests go on
+        unharmed; the blocks they hold are never found by others, not even once they are done.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
