@@ -19,6 +19,7 @@ from common.config import Loaded, ServiceConfig, load_config
 from common.config_sources import EXECUTOR_NAMES, SCHEDULER_NAMES, closest, flag_of
 from common.errors import ConfigError
 from common.model_files.catalog import pull
+from deploy.how_to_call import address_to_call, how_to_call
 from deploy.progress import ProgressLine
 from deploy.supervisor import EXIT_FAILED, RestartPolicy, Service, Stopped, Supervisor, SupervisorError
 from deploy.terminal import err, printable, write_answer
@@ -218,7 +219,8 @@ async def _serve(up: _Up, options: UpOptions) -> int:
                 await supervisor.until(_first_answer(up, options))
             if options.once:
                 return 0
-            err(how_to_call(up.public_address(), up.scheduler.config))
+            address = await address_to_call(up.public_address(), up.scheduler.config)
+            err(how_to_call(address, up.scheduler.config))
             await supervisor.watch()
     except Stopped:
         return 0
@@ -266,24 +268,3 @@ async def _first_answer(up: _Up, options: UpOptions) -> None:
                         seconds = loop.time() - begun
                         count = event.usage.completion_tokens
                         err(f"({count} tokens in {seconds:.2f} s, {event.reason})\n")
-
-
-def how_to_call(address: str, config: SchedulerConfig) -> str:
-    """What to type next."""
-    plain = config.tls_cert is None
-    where = f"-unix {address.removeprefix('unix:')}" if address.startswith("unix:") else address
-    token = " -H 'authorization: Bearer TOKEN'" if config.auth_tokens_file else ""
-    mode = "-plaintext " if plain else ""
-    lines = [
-        f"Serving on {address}. Call it:",
-        "",
-        f"  stepwire chat --address {address}",
-        f'  grpcurl {mode}-d \'{{"text": "Hello", "stop": {{"max_tokens": 16}}}}\'{token} {where} '
-        "stepwire.v1.Inference/Generate",
-        "",
-        "  from stepwire_client import Client",
-        f'  print(Client("{address}").chat([{{"role": "user", "content": "Hello"}}]).text)',
-        "",
-        "Ctrl-C stops it.",
-    ]
-    return "\n".join(lines)

@@ -1,7 +1,10 @@
 """Who may call: TLS, mutual TLS, bearer tokens."""
 
+import asyncio
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -11,10 +14,12 @@ from grpc_health.v1 import health_pb2
 
 from common.clock import SystemClock
 from common.errors import ConfigError
+from deploy.how_to_call import address_to_call, how_to_call
 from scheduler_svc.api.auth import read_tokens
 from scheduler_svc.api.listen import TlsFiles
 from scheduler_svc.api.server import ApiOptions, build_server
 from scheduler_svc.api.worker import ApiWorker
+from scheduler_svc.config import SchedulerConfig
 from stepwire.v1 import admin_pb2 as admin
 from stepwire.v1 import inference_pb2 as pb
 from tests.integration.api_scene import ANYWHERE, failing, joined_text, reason, run, scene
@@ -70,6 +75,35 @@ def test_tls(pki: Path) -> None:
             assert joined_text(await s.generate(HI)) == "ok"
         async with scene(say("ok"), options=options) as s:
             assert (await failing(s.inference.Generate(HI))).code() is grpc.StatusCode.UNAVAILABLE
+
+    run(test)
+
+
+def test_what_up_prints_works(pki: Path, tmp_path: Path) -> None:
+    """With a certificate for `localhost` alone, signed by an authority the caller need not know, and with a token."""
+    tokens = tmp_path / "to kens"
+    tokens.write_text("# the first counts\n\n  first-token\nsecond-token\n")
+    config = SchedulerConfig(tls_cert=pki / "server.pem", tls_key=pki / "server.key", auth_tokens_file=tokens)
+
+    async def test() -> None:
+        tls = TlsFiles(pki / "server.pem", pki / "server.key")
+        options = ApiOptions(listen=ANYWHERE, tls=tls, auth_tokens=("first-token",))
+        async with scene(say("ok"), options=options, credentials=client_credentials(pki)) as s:
+            address = await address_to_call(f"127.0.0.1:{s.server.port}", config)
+            assert address == f"localhost:{s.server.port}"
+            text = how_to_call(address, config)
+            lines = [line.strip() for line in text.splitlines()]
+            (export,) = [line for line in lines if line.startswith("export")]
+            command = shlex.split(next(line for line in lines if line.startswith("stepwire chat")))
+            start = next(n for n, line in enumerate(lines) if line.startswith("import os"))
+            python = "\n".join(lines[start : lines.index("", start)])
+            for called in (shlex.join([sys.executable, "-P", "-m", "deploy.cli", *command[1:], "Hello"]),
+                           shlex.join([sys.executable, "-c", python])):  # fmt: skip
+                done = await asyncio.create_subprocess_exec(
+                    "sh", "-c", f"{export}; {called}", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+                )
+                out, problem = await done.communicate()
+                assert (out, problem) == (b"ok\n", b"")
 
     run(test)
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from deploy.up import LogLines, _Up, call_address, how_to_call, route_flags
-from scheduler_svc.config import SchedulerConfig
+from deploy.up import LogLines, _Up, call_address, route_flags
 
 
 def test_flags_go_to_whoever_knows_them() -> None:
@@ -69,13 +68,6 @@ def test_addresses_to_dial() -> None:
     assert call_address("[::]:5") == "127.0.0.1:5"
     assert call_address("10.0.0.1:5") == "10.0.0.1:5"
     assert call_address("unix:/x") == "unix:/x"
-
-
-def test_how_to_call_names_the_address() -> None:
-    text = how_to_call("127.0.0.1:5", SchedulerConfig())
-    assert "stepwire chat --address 127.0.0.1:5" in text and "grpcurl -plaintext" in text and "Ctrl-C" in text
-    assert "-unix /x" in how_to_call("unix:/x", SchedulerConfig())
-    assert "Bearer" in how_to_call("a:1", SchedulerConfig(auth_tokens_file=Path("t")))
 
 
 def test_lines_wait_while_an_answer_is_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,32 @@
+"""What `stepwire up` prints last; tests/integration/test_api_security.py runs it."""
+
+import asyncio
+from pathlib import Path
+
+from deploy.how_to_call import address_to_call, how_to_call
+from scheduler_svc.config import SchedulerConfig
+
+PLAIN = SchedulerConfig()
+MUTUAL = SchedulerConfig(tls_cert=Path("/c.pem"), tls_key=Path("/k"), tls_client_ca=Path("/ca.pem"))
+
+
+def test_the_address_is_named() -> None:
+    text = how_to_call("127.0.0.1:5", PLAIN)
+    assert "stepwire chat --address 127.0.0.1:5\n" in text and "grpcurl -plaintext" in text and "Ctrl-C" in text
+    assert "-unix /x" in how_to_call("unix:/x", PLAIN)
+
+
+def test_a_token_is_not_shown_but_read() -> None:
+    text = how_to_call("a:1", SchedulerConfig(auth_tokens_file=Path("/t")))
+    assert "export STEPWIRE_TOKEN=$(awk" in text and "Bearer $STEPWIRE_TOKEN" in text and "token=os.environ" in text
+
+
+def test_who_must_bring_a_certificate_is_told_so() -> None:
+    text = how_to_call("a:1", MUTUAL)
+    assert "chat --address a:1 --tls-ca /c.pem --tls-cert CLIENT.pem --tls-key CLIENT.key" in text
+    assert "grpcurl -cacert /c.pem -cert CLIENT.pem -key CLIENT.key" in text and "-plaintext" not in text
+
+
+def test_nothing_is_asked_where_it_could_not_answer() -> None:
+    for config, address in ((PLAIN, "127.0.0.1:1"), (MUTUAL, "127.0.0.1:1"), (PLAIN, "unix:/nonexistent")):
+        assert asyncio.run(address_to_call(address, config)) == address
