@@ -1,5 +1,8 @@
 """What docker-compose.yml and the images promise, read from the files. deploy/verify-compose checks it on an engine."""
 
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,63 @@ def test_only_the_model_service_writes_the_volume(services: dict[str, Any]) -> N
     }
     assert mounts["model"] == ["models:/models"]
     assert mounts["executor"] == mounts["scheduler"] == ["models:/models:ro"]
+
+
+class ModelService:
+    """The model service's script, with directories of this machine for those of its container."""
+
+    def __init__(self, script: str, at: Path) -> None:
+        self.given, self.volume = at / "given", at / "models"
+        self.volume.mkdir()
+        script = re.sub(r"(?<![\w/.])/(?=given)", f"{at}/", script.replace("$$", "$"))
+        self._script = script.replace("/models/", f"{self.volume}/")
+        (at / "stepwire").write_text('#!/bin/sh\necho "stepwire $*"\n')
+        (at / "stepwire").chmod(0o755)
+        self._path = f"{at}:{os.environ['PATH']}"
+
+    def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        variables = {"PATH": self._path, "MODEL": "", "MODEL_FILE": ""} | environment
+        return subprocess.run(["sh", "-euc", self._script], env=variables, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def model_service(services: dict[str, Any], tmp_path: Path) -> ModelService:
+    (script,) = services["model"]["command"]
+    return ModelService(script, tmp_path)
+
+
+def test_the_model_is_pulled_or_copied_but_not_both(model_service: ModelService) -> None:
+    assert model_service.run().stdout == "stepwire models pull\n"
+    assert model_service.run(MODEL="o/n").stdout == "stepwire models pull o/n\n"
+    model_service.given.write_text("a file")
+    for _ in range(2):
+        assert model_service.run(MODEL_FILE="m").returncode == 0
+        assert (model_service.volume / "given").read_text() == "a file"
+    both = model_service.run(MODEL_FILE="m", MODEL="o/n")
+    assert both.returncode == 2 and "both set" in both.stderr
+
+
+@pytest.mark.parametrize("has_ref", [True, False])
+def test_a_hugging_face_cache_is_copied_by_what_its_links_lead_to(model_service: ModelService, has_ref: bool) -> None:
+    snapshot = model_service.given / "snapshots" / "abc"
+    blobs = model_service.given / "blobs"
+    for folder in (snapshot, blobs, model_service.given / "refs"):
+        folder.mkdir(parents=True)
+    if has_ref:
+        (model_service.given / "snapshots" / "aaa").mkdir()
+        (model_service.given / "refs" / "main").write_text("abc")
+    (blobs / "1").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    assert model_service.run(MODEL_FILE="m").returncode == 0
+    copied = model_service.volume / "given" / "config.json"
+    assert copied.read_text() == "{}" and not copied.is_symlink()
+
+
+def test_a_snapshot_alone_is_refused_with_what_to_give_instead(model_service: ModelService) -> None:
+    model_service.given.mkdir()
+    (model_service.given / "config.json").symlink_to("../../blobs/1")
+    done = model_service.run(MODEL_FILE="m")
+    assert done.returncode == 2 and "models--OWNER--NAME" in done.stderr and not any(model_service.volume.iterdir())
 
 
 @pytest.mark.parametrize("name", ["executor", "scheduler"])
