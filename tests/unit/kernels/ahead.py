@@ -1,0 +1,128 @@
+"""Compiles for sm_90, with no GPU, what the launchers launch for the shapes that are served; a process of its own,
+because in the tests' own the interpreter stands in for the compiler.
+
+Each launcher is called as it is in service; instead of a launch its kernel is compiled with the arguments it got.
+Prints one JSON object: name of the case to a list of what was compiled.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from executor_svc.kernels.decode_attention import (
+    DecodeSplit,
+    DecodeWorkspace,
+    decode_attention,
+    even_split,
+    fixed_split,
+)
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+compiled: list[dict[str, Any]] = []
+
+
+def compile_instead(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+    """Stands in for JITFunction.run. Specialises as it does: on multiples of 16 and on the integer 1."""
+    values = dict(zip(self.arg_names, args, strict=False))
+    values |= {name: options.pop(name) for name in list(options) if name in self.arg_names}
+    signature, constants, hints = {}, {}, {}
+    for place, parameter in enumerate(self.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+            hints[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name], constants[parameter.name] = "constexpr", 1
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                hints[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=hints)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled.append(
+        {
+            "kernel": self.__name__,
+            "grid": grid,
+            "warps": kernel.metadata.num_warps,
+            "shared": kernel.metadata.shared,
+            "target": next(line for line in kernel.asm["ptx"].splitlines() if line.startswith(".target")),
+            "instructions": [
+                name
+                for name in ("wgmma", "mma.sync", "cp.async", "ld.global.v4", "ld.global.L1")
+                if name in kernel.asm["ptx"]
+            ],
+            **_resources(kernel.asm["cubin"]),
+        }
+    )
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60
+        )
+    fields = dict(field.split(":") for field in told.stdout.split() if field.startswith(("REG:", "STACK:", "LOCAL:")))
+    return {"registers": int(fields["REG"]), "stack": int(fields["STACK"]), "local": int(fields["LOCAL"])}
+
+
+def decode(dim: int, split: DecodeSplit, *, dtype: torch.dtype = torch.bfloat16, window: int = 0) -> None:
+    heads, kv_heads, batch = 32, 8, 4
+    q = torch.empty(batch, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+    cache = torch.empty(2, 9, 16, kv_heads, dim, dtype=dtype)
+    decode_attention(
+        q, cache[0], cache[1], torch.empty(5, 64, dtype=torch.int32), torch.empty(5, dtype=torch.int64),
+        torch.empty(batch, dtype=torch.int64), torch.empty(batch, heads, dim, dtype=dtype),
+        scale=dim**-0.5, window=window, split=split,
+        workspace=DecodeWorkspace.make(batch, heads, dim, split, q.device),
+    )  # fmt: skip
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "decode, l1b": lambda: decode(64, even_split(1, 8, 4096)),
+    "decode, l8b": lambda: decode(128, even_split(1, 8, 4096)),
+    "decode, one part": lambda: decode(128, DecodeSplit(1)),
+    "decode, window": lambda: decode(128, DecodeSplit(2), window=1024),
+    "decode, exact": lambda: decode(128, fixed_split(4096, 1024), dtype=torch.float32),
+}
+
+
+def main() -> None:
+    assert not os.environ.get("TRITON_INTERPRET")
+    JITFunction.run = compile_instead
+    told = {}
+    for name, case in CASES.items():
+        compiled.clear()
+        case()
+        told[name] = list(compiled)
+    json.dump(told, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
