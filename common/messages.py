@@ -1,7 +1,8 @@
 """The messages of the step protocol as both services hold them.
 
-All are frozen and complete at construction; once handed over nobody changes them. Columns are read-only uint32 (or
-float32) numpy arrays; columns that belong together have one length. `common.wire` turns them into protobuf and back.
+All are frozen (those of every step for mypy alone: see `step_message`) and complete at construction; once handed over
+nobody changes them. Columns are read-only uint32 (or float32) numpy arrays; columns that belong together have one
+length. `common.wire` turns them into protobuf and back.
 The meaning of every field, its unit and its zero stand in protos/stepwire/executor/v1/executor.proto; here only what
 differs in form.
 """
@@ -14,6 +15,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from common.frozen import step_message
+
 PROTOCOL_VERSION = 1
 MAX_EXTEND_TOKENS = 16384
 MAX_OUTPUT_CHUNK_BYTES = 256 * 1024
@@ -25,7 +28,7 @@ F32 = NDArray[np.float32]
 def u32(values: Iterable[int] | NDArray[np.integer] = ()) -> U32:
     """A read-only uint32 column. An array that is one already is taken as it is, so hand it over, don't keep it."""
     column = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.uint32)
-    column.flags.writeable = False
+    column.setflags(write=False)
     return column
 
 
@@ -205,7 +208,7 @@ class Extend:
     tokens: U32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_message
 class StepPlan:
     """One step. `decode_rows` is ascending (a bitmap on the wire); `prefill_rows` is ascending."""
 
@@ -235,7 +238,7 @@ class StepPlan:
     raw_logits_positions: U32 = dataclasses.field(default_factory=_no_u32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_message
 class Logprobs:
     """Entry i belongs to the i-th emitted token of the rows that asked. Flattened tops: see `top_counts`."""
 
@@ -246,6 +249,9 @@ class Logprobs:
     top_logprobs: F32 = dataclasses.field(default_factory=_no_f32)
 
 
+NO_LOGPROBS = Logprobs()
+
+
 @dataclass(frozen=True, slots=True)
 class RowError:
     row: int
@@ -254,7 +260,7 @@ class RowError:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@step_message
 class Timings:
     """Executor monotonic ns; 0: the step has no such part. `device_idle_ns` is a length."""
 
@@ -271,6 +277,9 @@ class Timings:
     device_idle_ns: int = 0
 
 
+NO_TIMINGS = Timings()
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """One bulk result, whole. `data` as in OutputChunk."""
@@ -284,7 +293,7 @@ class Output:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_message
 class StepResult:
     """What one step produced. `emitted_rows` is ascending (a bitmap on the wire).
 
@@ -298,9 +307,9 @@ class StepResult:
     tokens: U32 = dataclasses.field(default_factory=_no_u32)
     counts: U32 = dataclasses.field(default_factory=_no_u32)
     accepted: U32 = dataclasses.field(default_factory=_no_u32)
-    logprobs: Logprobs = dataclasses.field(default_factory=Logprobs)
+    logprobs: Logprobs = NO_LOGPROBS
     row_errors: tuple[RowError, ...] = ()
-    timings: Timings = Timings()
+    timings: Timings = NO_TIMINGS
     mode: StepMode = StepMode.NONE
     bucket: int = 0
     output_bytes: int = 0

@@ -16,7 +16,9 @@ from stepwire.executor.v1 import executor_pb2 as pb
 def encode_to_executor(message: m.ToExecutor) -> pb.ToExecutor:
     match message:
         case m.StepPlan():
-            return pb.ToExecutor(plan=encode_plan(message))
+            p = pb.ToExecutor()
+            encode_plan(message, p.plan)
+            return p
         case m.Ping():
             return pb.ToExecutor(ping=pb.Ping(id=message.id, sent_ns=message.sent_ns))
         case m.Hello():

@@ -1,5 +1,7 @@
 """StepPlan ↔ protobuf. Pure functions."""
 
+from operator import attrgetter
+
 from common import messages as m
 from common.wire_columns import check_lengths, pack_bitmap, pack_f32, pack_u32, unpack_bitmap, unpack_f32, unpack_u32
 from stepwire.executor.v1 import executor_pb2 as pb
@@ -58,48 +60,40 @@ def decode_sampling(p: pb.Sampling, field: str) -> m.Sampling:
     )
 
 
-def encode_plan(plan: m.StepPlan) -> pb.StepPlan:
-    return pb.StepPlan(
-        epoch=plan.epoch,
-        step_id=plan.step_id,
-        sent_ns=plan.sent_ns,
-        trace_context=plan.trace_context,
-        release=pack_u32(plan.release),
-        admit=[
-            pb.Admit(
-                row=a.row,
-                admission_id=a.admission_id,
-                tokens=pack_u32(a.tokens),
-                length=a.length,
-                prompt_len=a.prompt_len,
-                computed_len=a.computed_len,
-                blocks=pack_u32(a.blocks),
-                sampling=encode_sampling(a.sampling),
-            )
-            for a in plan.admit
-        ],
-        fork=[
-            pb.Fork(source_row=f.source_row, row=f.row, admission_id=f.admission_id, length=f.length, seed=f.seed)
-            for f in plan.fork
-        ],
-        extend=[pb.Extend(row=e.row, offset=e.offset, tokens=pack_u32(e.tokens)) for e in plan.extend],
-        grant_rows=pack_u32(plan.grant_rows),
-        grant_indices=pack_u32(plan.grant_indices),
-        grant_blocks=pack_u32(plan.grant_blocks),
-        copy_sources=pack_u32(plan.copy_sources),
-        copy_targets=pack_u32(plan.copy_targets),
-        set_token_rows=pack_u32(plan.set_token_rows),
-        set_token_tokens=pack_u32(plan.set_token_tokens),
-        prefill_rows=pack_u32(plan.prefill_rows),
-        prefill_starts=pack_u32(plan.prefill_starts),
-        prefill_counts=pack_u32(plan.prefill_counts),
-        decode=pack_bitmap(plan.decode_rows),
-        draft_rows=pack_u32(plan.draft_rows),
-        draft_counts=pack_u32(plan.draft_counts),
-        raw_logits_rows=pack_u32(plan.raw_logits_rows),
-        raw_logits_positions=pack_u32(plan.raw_logits_positions),
-        num_tokens=plan.num_tokens,
-    )
+_COLUMNS = (
+    "release", "grant_rows", "grant_indices", "grant_blocks", "copy_sources", "copy_targets", "set_token_rows",
+    "set_token_tokens", "prefill_rows", "prefill_starts", "prefill_counts", "draft_rows", "draft_counts",
+    "raw_logits_rows", "raw_logits_positions",
+)  # fmt: skip
+_columns_of = attrgetter(*_COLUMNS)
+
+
+def encode_plan(plan: m.StepPlan, p: pb.StepPlan) -> None:
+    """Writes `plan` into the empty `p`. Touches only what is there: of a steady step that is five fields of 25."""
+    p.epoch = plan.epoch
+    p.step_id = plan.step_id
+    p.sent_ns = plan.sent_ns
+    p.num_tokens = plan.num_tokens
+    p.trace_context = plan.trace_context
+    p.decode = pack_bitmap(plan.decode_rows)
+    for name, column in zip(_COLUMNS, _columns_of(plan), strict=True):
+        if len(column):
+            setattr(p, name, pack_u32(column))
+    for a in plan.admit:
+        p.admit.add(
+            row=a.row,
+            admission_id=a.admission_id,
+            tokens=pack_u32(a.tokens),
+            length=a.length,
+            prompt_len=a.prompt_len,
+            computed_len=a.computed_len,
+            blocks=pack_u32(a.blocks),
+            sampling=encode_sampling(a.sampling),
+        )
+    for f in plan.fork:
+        p.fork.add(source_row=f.source_row, row=f.row, admission_id=f.admission_id, length=f.length, seed=f.seed)
+    for e in plan.extend:
+        p.extend.add(row=e.row, offset=e.offset, tokens=pack_u32(e.tokens))
 
 
 def _decode_admit(p: pb.Admit, field: str) -> m.Admit:
@@ -115,48 +109,33 @@ def _decode_admit(p: pb.Admit, field: str) -> m.Admit:
     )
 
 
+# Columns that belong together.
+_GROUPS = (
+    ("grant_rows", "grant_indices", "grant_blocks"),
+    ("copy_sources", "copy_targets"),
+    ("set_token_rows", "set_token_tokens"),
+    ("prefill_rows", "prefill_starts", "prefill_counts"),
+    ("draft_rows", "draft_counts"),
+    ("raw_logits_rows", "raw_logits_positions"),
+)
+
+
 def decode_plan(p: pb.StepPlan) -> m.StepPlan:
     """Raises ProtocolError naming the field whose form is wrong."""
-    grants = [unpack_u32(getattr(p, n), n) for n in ("grant_rows", "grant_indices", "grant_blocks")]
-    copies = [unpack_u32(getattr(p, n), n) for n in ("copy_sources", "copy_targets")]
-    set_token = [unpack_u32(getattr(p, n), n) for n in ("set_token_rows", "set_token_tokens")]
-    prefill = [unpack_u32(getattr(p, n), n) for n in ("prefill_rows", "prefill_starts", "prefill_counts")]
-    draft = [unpack_u32(getattr(p, n), n) for n in ("draft_rows", "draft_counts")]
-    raw = [unpack_u32(getattr(p, n), n) for n in ("raw_logits_rows", "raw_logits_positions")]
-    for name, columns in (
-        ("grant_rows", grants),
-        ("copy_sources", copies),
-        ("set_token_rows", set_token),
-        ("prefill_rows", prefill),
-        ("draft_rows", draft),
-        ("raw_logits_rows", raw),
-    ):
-        check_lengths(name, *columns)
+    columns = {name: unpack_u32(data, name) for name, data in zip(_COLUMNS, _columns_of(p), strict=True) if data}
+    for names in _GROUPS if columns else ():
+        check_lengths(names[0], *(columns.get(name, m.EMPTY_U32) for name in names))
     return m.StepPlan(
         epoch=p.epoch,
         step_id=p.step_id,
         sent_ns=p.sent_ns,
         num_tokens=p.num_tokens,
         trace_context=p.trace_context,
-        release=unpack_u32(p.release, "release"),
         admit=tuple(_decode_admit(a, f"admit[{i}]") for i, a in enumerate(p.admit)),
         fork=tuple(m.Fork(f.source_row, f.row, f.admission_id, f.length, f.seed) for f in p.fork),
         extend=tuple(
             m.Extend(e.row, e.offset, unpack_u32(e.tokens, f"extend[{i}].tokens")) for i, e in enumerate(p.extend)
         ),
-        grant_rows=grants[0],
-        grant_indices=grants[1],
-        grant_blocks=grants[2],
-        copy_sources=copies[0],
-        copy_targets=copies[1],
-        set_token_rows=set_token[0],
-        set_token_tokens=set_token[1],
-        prefill_rows=prefill[0],
-        prefill_starts=prefill[1],
-        prefill_counts=prefill[2],
         decode_rows=unpack_bitmap(p.decode),
-        draft_rows=draft[0],
-        draft_counts=draft[1],
-        raw_logits_rows=raw[0],
-        raw_logits_positions=raw[1],
+        **columns,
     )

@@ -1,5 +1,7 @@
 """What an executor answers ↔ protobuf: StepResult, PlanError, bulk outputs. Pure functions."""
 
+from operator import attrgetter
+
 from common import messages as m
 from common.errors import ProtocolError
 from common.wire_columns import (
@@ -14,10 +16,13 @@ from common.wire_columns import (
 )
 from stepwire.executor.v1 import executor_pb2 as pb
 
+_TIMINGS = tuple(m.Timings.__dataclass_fields__)  # named as in the proto, both in order
+_timings_of = attrgetter(*_TIMINGS)
+
 
 def encode_result(r: m.StepResult) -> pb.StepResult:
     """`outputs` are not part of it: see `output_chunks`."""
-    t, lp = r.timings, r.logprobs
+    lp = r.logprobs
     return pb.StepResult(
         epoch=r.epoch,
         step_id=r.step_id,
@@ -38,19 +43,7 @@ def encode_result(r: m.StepResult) -> pb.StepResult:
             pb.RowError(row=e.row, admission_id=e.admission_id, code=pb.RowErrorCode.ValueType(e.code), text=e.text)
             for e in r.row_errors
         ],
-        timings=pb.Timings(
-            received_ns=t.received_ns,
-            prepare_start_ns=t.prepare_start_ns,
-            prepare_end_ns=t.prepare_end_ns,
-            copy_in_start_ns=t.copy_in_start_ns,
-            copy_in_end_ns=t.copy_in_end_ns,
-            launched_ns=t.launched_ns,
-            device_start_ns=t.device_start_ns,
-            device_end_ns=t.device_end_ns,
-            copy_out_end_ns=t.copy_out_end_ns,
-            sent_ns=t.sent_ns,
-            device_idle_ns=t.device_idle_ns,
-        ),
+        timings=pb.Timings(**dict(zip(_TIMINGS, _timings_of(r.timings), strict=True))),
         mode=pb.StepMode.ValueType(r.mode),
         bucket=r.bucket,
         output_bytes=r.output_bytes,
@@ -68,7 +61,6 @@ def decode_result(p: pb.StepResult) -> m.StepResult:
     wanted = int(counts.sum()) if len(counts) else len(emitted)
     if len(tokens) != wanted:
         raise ProtocolError(f"tokens: {len(tokens)} where counts say {wanted}", field="tokens")
-    t = p.timings
     return m.StepResult(
         epoch=p.epoch,
         step_id=p.step_id,
@@ -76,24 +68,12 @@ def decode_result(p: pb.StepResult) -> m.StepResult:
         tokens=tokens,
         counts=counts,
         accepted=accepted,
-        logprobs=_decode_logprobs(p.logprobs) if p.HasField("logprobs") else m.Logprobs(),
+        logprobs=_decode_logprobs(p.logprobs) if p.HasField("logprobs") else m.NO_LOGPROBS,
         row_errors=tuple(
             m.RowError(e.row, e.admission_id, enum_of(m.RowErrorCode, e.code, f"row_errors[{i}].code"), e.text)
             for i, e in enumerate(p.row_errors)
         ),
-        timings=m.Timings(
-            received_ns=t.received_ns,
-            prepare_start_ns=t.prepare_start_ns,
-            prepare_end_ns=t.prepare_end_ns,
-            copy_in_start_ns=t.copy_in_start_ns,
-            copy_in_end_ns=t.copy_in_end_ns,
-            launched_ns=t.launched_ns,
-            device_start_ns=t.device_start_ns,
-            device_end_ns=t.device_end_ns,
-            copy_out_end_ns=t.copy_out_end_ns,
-            sent_ns=t.sent_ns,
-            device_idle_ns=t.device_idle_ns,
-        ),
+        timings=m.Timings(*_timings_of(p.timings)),
         mode=enum_of(m.StepMode, p.mode, "mode"),
         bucket=p.bucket,
         output_bytes=p.output_bytes,
