@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import StepwireError
+from common.frozen import step_message
 from common.messages import U32, ExecutorInfo, Output, Sampling
 
 WORKER_SHIFT = 48
@@ -168,7 +169,7 @@ class Extras:
     outputs: tuple[Output, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_message
 class TokenBatch:
     """What one step brought to the requests of one worker; all columns of entries have one length.
 

@@ -3,17 +3,17 @@
 Calls come from the loop thread, right after the event, and must be cheap: no I/O, no waiting.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.frozen import step_message
 from common.messages import StepPlan, StepResult
 from scheduler_svc.messages import FinishReason, Submit
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_message
 class StepRecord:
     """The core's own record of a planned step: how results are attributed, and what the step was made of.
 

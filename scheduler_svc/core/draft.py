@@ -1,21 +1,25 @@
 """A plan in the making, and what is left of the step's budgets."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from common.messages import EMPTY_U32, MAX_EXTEND_TOKENS, U32, Admit, Extend, Sampling, StepPlan, u32
 from scheduler_svc.core.executor_state import ExecutorState, Flight
+from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.observer import StepRecord
 
-_NONE: I64 = np.empty(0, dtype=np.int64)
 _FIXED_BYTES = 512  # of an Admit or Extend, everything that is no column, generously
 
 
-def _column(values: list[int]) -> U32:
-    return u32(values) if values else EMPTY_U32
+def _columns(entries: Collection[tuple[int, ...]], width: int) -> tuple[U32, ...]:
+    """Entries of `width` values each as so many columns."""
+    if not entries:
+        return (EMPTY_U32,) * width
+    return tuple(u32(column) for column in np.array(entries, dtype=np.uint32).T.copy())
 
 
 def sampling_bytes(sampling: Sampling) -> int:
@@ -36,26 +40,27 @@ def extend_bytes(num_tokens: int) -> int:
 class Draft:
     """tokens, wire_bytes, output_bytes: what the step may still take. raw: rows wanting raw logits and the position of
     the token they choose. copies: (block, block it is copied to). leaders: sequences whose prompt this plan completes
-    and that others wait for. blocks_owed: what rows that sit out wait for."""
+    and that others wait for. has_last_token: see Flight. blocks_owed: what rows that sit out wait for."""
 
     executor: ExecutorState
     tokens: int
     wire_bytes: int
     output_bytes: int
-    decode: I64 = field(default_factory=lambda: _NONE)
-    grants: tuple[I64, I64, I64] = field(default_factory=lambda: (_NONE, _NONE, _NONE))
+    decode: RowSet
+    grants: tuple[I64, I64, I64] | None = None  # rows, table indices, blocks
     admits: list[Admit] = field(default_factory=list)
     extends: list[Extend] = field(default_factory=list)
     prefills: list[tuple[int, int, int]] = field(default_factory=list)
     sampling_prefills: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     leaders: list[Sequence] = field(default_factory=list)
+    has_last_token: bool = False
     blocks_owed: int = 0
     raw: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, executor: ExecutorState) -> "Draft":
-        return cls(executor, executor.max_tokens, executor.max_wire_bytes, executor.max_output_bytes)
+        return cls(executor, executor.max_tokens, executor.max_wire_bytes, executor.max_output_bytes, executor.no_rows)
 
     @property
     def step_id(self) -> int:
@@ -63,57 +68,57 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        work = len(self.decode) or self.prefills or len(self.grants[0]) or self.admits or self.extends
+        work = len(self.decode) or self.prefills or self.grants is not None or self.admits or self.extends
         return not work and not self.executor.releases
 
     def finish(self, now_ns: int, trace_context: bytes, waiting: int) -> StepRecord:
         """Makes the plan, books it as in flight and returns its record."""
-        executor, rows = self.executor, self.executor.rows
-        self.prefills.sort()
-        self.raw.sort()
-        prefill_rows = [row for row, _, _ in self.prefills]
+        executor, decode = self.executor, self.decode
+        grant_rows, grant_indices, grant_blocks = map(u32, self.grants or (EMPTY_U32, EMPTY_U32, EMPTY_U32))
+        copy_sources, copy_targets = _columns(self.copies, 2)
+        prefill_rows, prefill_starts, prefill_counts = _columns(sorted(self.prefills), 3)
+        raw_logits_rows, raw_logits_positions = _columns(sorted(self.raw), 2)
         prefill_tokens = sum(count for _, _, count in self.prefills)
         plan = StepPlan(
             epoch=executor.epoch,
             step_id=self.step_id,
             sent_ns=now_ns,
-            num_tokens=prefill_tokens + len(self.decode),
+            num_tokens=prefill_tokens + len(decode),
             trace_context=trace_context,
-            release=_column(executor.releases),
+            release=u32(executor.releases) if executor.releases else EMPTY_U32,
             admit=tuple(self.admits),
             extend=tuple(self.extends),
-            grant_rows=u32(self.grants[0]),
-            grant_indices=u32(self.grants[1]),
-            grant_blocks=u32(self.grants[2]),
-            copy_sources=_column([source for source, _ in self.copies]),
-            copy_targets=_column([target for _, target in self.copies]),
-            prefill_rows=_column(prefill_rows),
-            prefill_starts=_column([start for _, start, _ in self.prefills]),
-            prefill_counts=_column([count for _, _, count in self.prefills]),
-            decode_rows=u32(self.decode),
-            raw_logits_rows=_column([row for row, _ in self.raw]),
-            raw_logits_positions=_column([position for _, position in self.raw]),
+            grant_rows=grant_rows,
+            grant_indices=grant_indices,
+            grant_blocks=grant_blocks,
+            copy_sources=copy_sources,
+            copy_targets=copy_targets,
+            prefill_rows=prefill_rows,
+            prefill_starts=prefill_starts,
+            prefill_counts=prefill_counts,
+            decode_rows=decode.column,
+            raw_logits_rows=raw_logits_rows,
+            raw_logits_positions=raw_logits_positions,
         )
-        decode_keys = rows.keys[self.decode]
-        prefill_keys = rows.keys[prefill_rows] if prefill_rows else decode_keys[:0]
-        decode_keys.flags.writeable = prefill_keys.flags.writeable = False
+        prefill_keys = executor.no_rows.keys
+        if self.prefills:
+            prefill_keys = executor.rows.keys[prefill_rows]
+            prefill_keys.setflags(write=False)
         record = StepRecord(
             executor_id=executor.id,
             plan=plan,
             planned_ns=now_ns,
-            decode_keys=decode_keys,
+            decode_keys=decode.keys,
             prefill_keys=prefill_keys,
-            decode_tokens=len(self.decode),
+            decode_tokens=len(decode),
             prefill_tokens=prefill_tokens,
             running=executor.num_running,
             waiting=waiting,
             free_blocks=executor.pool.available,
         )
-        expected = plan.decode_rows
-        if self.sampling_prefills:
-            expected = u32(np.sort(np.concatenate([self.decode, np.array(self.sampling_prefills, dtype=np.int64)])))
         ends = tuple((row, start + count) for row, start, count in self.prefills)
-        executor.flights.append(Flight(self.step_id, record, expected, ends))
+        sampled = decode.joined_by(self.sampling_prefills)
+        executor.flights.append(Flight(self.step_id, record, sampled, ends, self.has_last_token))
         executor.releases = []
         executor.next_step += 1
         return record

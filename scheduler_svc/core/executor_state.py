@@ -2,28 +2,31 @@
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
-from common.messages import U32, ExecutorInfo, Welcome
+from common.frozen import step_message
+from common.messages import ExecutorInfo, Welcome
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.prefix_cache import extend_hashes
-from scheduler_svc.core.rows import I64, NEVER, Rows
+from scheduler_svc.core.row_set import RowSet
+from scheduler_svc.core.rows import I64, NEVER, Bools, Rows
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.messages import FinishReason
 from scheduler_svc.observer import StepRecord
 
 
-@dataclass(frozen=True, slots=True)
+@step_message
 class Flight:
-    """A planned step whose result is not there. expected: ascending rows that will sample. prefills: (row, end)."""
+    """A planned step whose result is not there. sampled: rows that will sample. prefills: (row, end). has_last_token:
+    for some of the sampled rows it is the last token their length allows."""
 
     step_id: int
     record: StepRecord
-    expected: U32
+    sampled: RowSet
     prefills: tuple[tuple[int, int], ...]
+    has_last_token: bool
 
 
 def context_limit(info: ExecutorInfo) -> int:
@@ -41,7 +44,8 @@ class ExecutorState:
 
     limbo: rows that were given up while steps naming them are in flight; they and their blocks are used by nobody until
     the last of those results arrived. releases: rows to name in the next plan's `release`. prefilling: rows whose
-    prefill is not planned to its end, in order of admission.
+    prefill is not planned to its end, in order of admission. quiet_steps: so many of the next steps can all rows that
+    decode take without a block and without reaching their end; meaningful while the set of `decoding` stands.
     """
 
     def __init__(self, executor_id: int, address: str, config: CoreConfig) -> None:
@@ -62,6 +66,7 @@ class ExecutorState:
         self.block_size = 1
         self.depth = self.max_num_seqs = self.max_tokens = self.max_output_bytes = self.context = 0
         self.max_wire_bytes = 0
+        self.is_eos: Bools = np.zeros(0, dtype=np.bool_)  # [vocab_size]
 
     def _start(self, num_rows: int, max_blocks: int) -> None:
         self.rows = Rows(num_rows, max_blocks)
@@ -73,6 +78,9 @@ class ExecutorState:
         self.next_step = 1
         self.last_result = 0
         self.num_running = 0
+        self.no_rows = RowSet.of(self.rows, np.empty(0, dtype=np.int64))
+        self._decoding: RowSet | None = None
+        self.quiet_steps = 0
         self.reserved_output = 0  # bytes of bulk output the next plan keeps for a prefill that waited for them
         self.blocked: tuple[int, int, int] | None = None  # see the planner's admissions
 
@@ -95,6 +103,8 @@ class ExecutorState:
         self.max_output_bytes = min(info.max_output_bytes, config.max_output_bytes or info.max_output_bytes)
         self.max_wire_bytes = wire_limit(info, config)
         self.context = context_limit(info)
+        self.is_eos = np.zeros(info.vocab_size, dtype=np.bool_)
+        self.is_eos[[eos_id for eos_id in info.eos_ids if eos_id < info.vocab_size]] = True
         self.up = True
 
     def disconnect(self) -> list[Sequence]:
@@ -176,6 +186,27 @@ class ExecutorState:
         rows.capacity[grown] = capacity
         rows.due[grown] = np.where(capacity >= rows.final[grown] - 1, NEVER, capacity - self.depth + 2)
 
+    # ----------------------------------------------------------------------------------------------------- decoding
+
+    def decoding(self) -> RowSet:
+        """The rows with a token left to plan: the same set as before until one comes or goes. No side effects."""
+        if self._decoding is None:
+            self._decoding = RowSet.of(self.rows, np.flatnonzero(self.rows.left > 0))
+            self.quiet_steps = 0
+        return self._decoding
+
+    def look_ahead(self, planned: RowSet) -> bool:
+        """After a step of `planned` that was not quiet: finds out how many of the next ones will be. True: some row's
+        last token is planned now, and it decodes no more."""
+        rows = self.rows
+        least_left = int(rows.left[planned.index].min(initial=NEVER))
+        if planned is not self._decoding or least_left == 0:
+            self._decoding = None
+            return least_left == 0
+        until_due = int((rows.due[planned.index] - rows.high[planned.index]).min())
+        self.quiet_steps = min(until_due, least_left - 1)
+        return False
+
     def start_decoding(self, row: int) -> None:
         """The last chunk of the row's prefill is planned: it samples, and decodes from the next step on."""
         rows = self.rows
@@ -183,6 +214,7 @@ class ExecutorState:
         rows.high[row] = rows.low[row] + 1
         rows.left[row] = rows.final[row] - rows.high[row]
         rows.decoding[row] = True
+        self._decoding = None
 
     def vacate(self, row: int, keep: bool) -> Sequence | None:
         """Gives a row up. `keep`: tokens still in flight count, and the sequence is returned here or by `settle` once
@@ -193,6 +225,7 @@ class ExecutorState:
             return None  # in limbo already
         rows.running[row] = rows.decoding[row] = False
         rows.left[row] = 0
+        self._decoding = None
         self.num_running -= 1
         if row in self.prefilling:
             self.prefilling.remove(row)
@@ -266,6 +299,11 @@ class ExecutorState:
         """Preempted sequences whose last results are not there."""
         return int(self.rows.accept[self.limbo].sum()) if self.limbo else 0
 
+    @property
+    def kept_decoding(self) -> RowSet | None:
+        """What `decoding` would answer without looking. None: it would look."""
+        return self._decoding
+
     def first_parked_rank(self) -> int | None:
         """The best rank among preempted sequences that wait for their last results."""
         ranks = [int(self.rows.rank[row]) for row in self.limbo if self.rows.accept[row]]
@@ -278,6 +316,3 @@ class ExecutorState:
         if not len(candidates):
             return None
         return int(candidates[np.argmax(rows.rank[candidates])])
-
-    def has_decode_work(self) -> bool:
-        return bool(self.rows.left.any())

@@ -3,6 +3,8 @@
 import numpy as np
 
 from scheduler_svc.core.executor_state import ExecutorState
+from scheduler_svc.core.row_set import RowSet
+from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceState
 
@@ -13,6 +15,7 @@ def check(scheduler: Scheduler) -> None:
         if executor.up:
             _check_rows(executor)
             _check_writes(executor)
+            _check_kept(executor)
         _check_blocks(executor)
     _check_requests(scheduler)
     stats = scheduler.stats()
@@ -50,6 +53,33 @@ def _check_rows(executor: ExecutorState) -> None:
         plan = flight.record.plan
         assert plan.num_tokens <= executor.max_tokens, "the token budget was passed"
         assert len(plan.decode_rows) + len(plan.prefill_rows) <= executor.max_num_seqs
+
+
+def _check_kept(executor: ExecutorState) -> None:
+    """What is kept from step to step is what would be found by looking again."""
+    rows, kept = executor.rows, executor.kept_decoding
+    if kept is not None:
+        _check_row_set(rows, kept)
+        assert kept.index.tolist() == np.flatnonzero(rows.left > 0).tolist(), "the kept set is not who decodes"
+        if len(kept):
+            assert executor.quiet_steps <= (rows.due[kept.index] - rows.high[kept.index]).min(), (
+                "a block is due earlier"
+            )
+            assert executor.quiet_steps < rows.left[kept.index].min(), "a row ends earlier"
+    length = rows.low.copy()
+    for flight in executor.flights:
+        _check_row_set(rows, flight.sampled)
+        length += flight.sampled.advance
+        ends = (length >= rows.final) & rows.accept & (flight.sampled.advance > 0)
+        assert flight.has_last_token or not ends.any(), "a last token is in flight and the step does not know"
+
+
+def _check_row_set(rows: Rows, kept: RowSet) -> None:
+    again = RowSet.of(rows, kept.index.copy())
+    for name in ("column", "advance", "keys"):
+        assert np.array_equal(getattr(kept, name), getattr(again, name)), f"{name} of a row set is stale"
+    batch, fresh = kept.batch(), again.batch()
+    assert batch.worker == fresh.worker and np.array_equal(batch.cached, fresh.cached), "a batch's columns are stale"
 
 
 def _check_fork(sequence: Sequence) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import StepwireError
+from common.frozen import step_message
 from scheduler_svc.messages import FinishReason, TokenBatch
 from scheduler_svc.observer import StepRecord
 
@@ -27,7 +28,7 @@ class Ending:
     error: StepwireError | None
 
 
-@dataclass(frozen=True, slots=True)
+@step_message
 class StepOutcome:
     """batches: by worker id. endings: of this step, with reason or error."""
 

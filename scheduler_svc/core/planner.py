@@ -10,6 +10,7 @@ from scheduler_svc.core.draft import Draft, admit_bytes, extend_bytes
 from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.forks import Head, find_head
 from scheduler_svc.core.outcome import Counters
+from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.waiting_queue import WaitingQueue
@@ -33,7 +34,7 @@ class Planner:
 
     def can_plan(self, executor: ExecutorState) -> bool:
         """Something may be there to do. `plan` can still find that all of it has to wait for results."""
-        return bool(executor.releases or executor.prefilling or executor.has_decode_work() or self._can_admit(executor))
+        return bool(executor.releases or executor.prefilling or len(executor.decoding()) or self._can_admit(executor))
 
     def plan(self, executor: ExecutorState, now_ns: int, trace_context: bytes) -> StepRecord | None:
         draft = Draft.of(executor)
@@ -49,25 +50,36 @@ class Planner:
     # ------------------------------------------------------------------------------------------------------- decodes
 
     def _decodes(self, draft: Draft) -> None:
+        """Every row that can decodes one token. In a quiet step, in which no row needs a block and none reaches its
+        end, that is the set of the step before, and no row is looked at."""
         executor, rows = draft.executor, draft.executor.rows
-        ready = np.flatnonzero(rows.left)
+        ready = executor.decoding()
         if not len(ready):
             return
-        high = rows.high[ready]
-        due = high >= rows.due[ready]
-        if due.any():
-            self._grant(draft, ready[due])
-            if draft.blocks_owed or executor.releases:  # some sit out, or were preempted
-                ready = np.flatnonzero((rows.left > 0) & (rows.capacity >= rows.high))
-                high = rows.high[ready]
+        quiet = executor.quiet_steps > 0
+        if not quiet:
+            ready = self._with_blocks(draft, ready)
         if rows.num_with_raw:
             ready = self._within_output(draft, ready)
-            high = rows.high[ready]
-        rows.high[ready] = high + 1
-        rows.left[ready] -= 1
-        rows.last_step[ready] = draft.step_id
+        rows.high += ready.advance
+        rows.left -= ready.advance
+        rows.last_step[ready.index] = draft.step_id
         draft.decode = ready
         draft.tokens -= len(ready)
+        if quiet:
+            executor.quiet_steps -= 1
+        else:
+            draft.has_last_token = executor.look_ahead(ready)
+
+    def _with_blocks(self, draft: Draft, ready: RowSet) -> RowSet:
+        """`ready`, without who has to sit out or was preempted for a block."""
+        executor, rows = draft.executor, draft.executor.rows
+        due = ready.index[rows.high[ready.index] >= rows.due[ready.index]]
+        if len(due):
+            self._grant(draft, due)
+        if draft.blocks_owed:
+            return RowSet.of(rows, np.flatnonzero((rows.left > 0) & (rows.capacity >= rows.high)))
+        return executor.decoding()
 
     def _grant(self, draft: Draft, short: I64) -> None:
         """One block for each row that will soon write past its table, best rank first.
@@ -102,17 +114,17 @@ class Planner:
                 draft.blocks_owed += 1
         return np.array(granted, dtype=np.int64)
 
-    def _within_output(self, draft: Draft, ready: I64) -> I64:
+    def _within_output(self, draft: Draft, ready: RowSet) -> RowSet:
         """`ready` without the rows whose raw logits have no room in this step; who waited longest goes first,
         of equals who has most left."""
-        executor, rows = draft.executor, draft.executor.rows
-        size, raw = self._raw_bytes(executor), ready[rows.raw_logits[ready]]
+        executor, rows, index = draft.executor, draft.executor.rows, ready.index
+        size, raw = self._raw_bytes(executor), index[rows.raw_logits[index]]
         room = max(0, draft.output_bytes - executor.reserved_output) // size
         if room < len(raw):
             raw = raw[np.lexsort((-rows.left[raw], rows.last_step[raw]))[:room]]
-            keep = ~rows.raw_logits[ready]
-            keep[np.isin(ready, raw)] = True
-            ready = ready[keep]
+            keep = ~rows.raw_logits[index]
+            keep[np.isin(index, raw)] = True
+            ready = RowSet.of(rows, index[keep])
         draft.output_bytes -= size * len(raw)
         draft.raw.extend(zip(raw.tolist(), rows.high[raw].tolist(), strict=True))
         return ready
@@ -170,6 +182,7 @@ class Planner:
             executor.start_decoding(row)
             sequence.prefilled_step = draft.step_id
             draft.sampling_prefills.append(row)
+            draft.has_last_token |= not rows.left[row]
             if sequence.followers:
                 draft.leaders.append(sequence)
 

@@ -1,27 +1,26 @@
 """Turns a StepResult into what the step's own record says it means."""
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
 from common.errors import ProtocolError
-from common.messages import U32, Output, OutputKind, RowError, StepResult, u32
+from common.frozen import step_message
+from common.messages import U32, Output, OutputKind, RowError, StepResult
 from scheduler_svc.core.executor_state import ExecutorState, Flight
-from scheduler_svc.core.rows import I64, RECENT
+from scheduler_svc.core.row_set import SEVERAL, U8, U64, RowSet
+from scheduler_svc.core.rows import I64, Rows
 from scheduler_svc.messages import WORKER_SHIFT, Extras, FinishReason, TokenBatch, TopTokens
 
-U8 = NDArray[np.uint8]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@step_message
 class Collected:
-    """What of a step counts. rows, tokens, reasons: one entry per accepted token, reasons as FinishReason or 0."""
+    """What of a step counts. sampled: the rows whose tokens do; tokens and reasons in their order, reasons as
+    FinishReason or 0. ended: entries with a reason."""
 
     flight: Flight
-    rows: I64
+    sampled: RowSet
     tokens: U32
     reasons: U8
+    ended: list[int]
     row_errors: tuple[RowError, ...]
 
 
@@ -43,13 +42,14 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
     for row, end in flight.prefills:
         rows.prefilled[row] = end
         executor.register(row, end)
-    index: I64 = result.emitted_rows.astype(np.int64)
-    tokens = result.tokens
-    if executor.limbo:  # only there do sequences wait that have ended
+    sampled, tokens = flight.sampled, result.tokens
+    if executor.limbo or len(tokens) < len(sampled):  # some have ended meanwhile, or failed
+        index = result.emitted_rows.astype(np.int64)
         accepted = rows.accept[index]
-        index, tokens = index[accepted], tokens[accepted]
-    reasons = _append(executor, index, tokens)
-    return Collected(flight, index, tokens, reasons, tuple(e for e in errors if rows.accept[e.row]))
+        if len(tokens) < len(sampled) or not accepted.all():
+            sampled, tokens = RowSet.of(rows, index[accepted]), tokens[accepted]
+    reasons, ended = _append(executor, sampled, tokens, flight.has_last_token)
+    return Collected(flight, sampled, tokens, reasons, ended, tuple(e for e in errors if rows.accept[e.row]))
 
 
 def _checked(executor: ExecutorState, result: StepResult) -> Flight:
@@ -58,76 +58,73 @@ def _checked(executor: ExecutorState, result: StepResult) -> Flight:
     flight, rows = executor.flights[0], executor.rows
     if len(result.tokens) != len(result.emitted_rows):
         raise ProtocolError("step_result: more than one token for a row without drafts", field="tokens")
-    assert executor.info is not None
-    if len(result.tokens) and int(result.tokens.max()) >= executor.info.vocab_size:
+    if len(result.tokens) and int(np.maximum.reduce(result.tokens)) >= len(executor.is_eos):
         raise ProtocolError(f"step_result: token {int(result.tokens.max())} is outside the vocabulary", field="tokens")
     if len(result.counts) and (result.counts != 1).any():
         raise ProtocolError("step_result: not one token for each row, without drafts", field="counts")
+    if result.row_errors:
+        _check_row_errors(rows, result)
+    expected = flight.sampled.column
+    if result.emitted_rows.tobytes() != expected.tobytes():
+        emitted, failed = set(result.emitted_rows.tolist()), {e.row for e in result.row_errors}
+        asked = set(expected.tolist())
+        silent = [r for r in asked - emitted - failed if rows.accept[r]]
+        if silent or emitted - asked:
+            raise ProtocolError(
+                f"step_result: rows {silent} are silent and rows {sorted(emitted - asked)} emit unasked",
+                field="emitted",
+            )
+    return flight
+
+
+def _check_row_errors(rows: Rows, result: StepResult) -> None:
     if any(e.row >= len(rows) for e in result.row_errors):
         raise ProtocolError("step_result: an error for a row that does not exist", field="row_errors")
     failed_rows = [e.row for e in result.row_errors if rows.admission[e.row] == e.admission_id]
     heard = [*failed_rows, *result.emitted_rows.tolist()] if failed_rows else []
     if len(set(heard)) < len(heard):
         raise ProtocolError("step_result: a row fails twice, or fails and emits", field="row_errors")
-    if result.emitted_rows.tobytes() != flight.expected.tobytes():
-        emitted, failed = set(result.emitted_rows.tolist()), {e.row for e in result.row_errors}
-        expected = set(flight.expected.tolist())
-        silent = [r for r in expected - emitted - failed if rows.accept[r]]
-        if silent or emitted - expected:
-            raise ProtocolError(
-                f"step_result: rows {silent} are silent and rows {sorted(emitted - expected)} emit unasked",
-                field="emitted",
-            )
-    return flight
 
 
-def _append(executor: ExecutorState, index: I64, tokens: U32) -> U8:
-    """Books one token for each row and tells which sequences it ends."""
-    rows = executor.rows
-    assert executor.info is not None
-    reasons: U8 = np.zeros(len(index), dtype=np.uint8)
-    if not len(index):
-        return reasons
-    position = rows.low[index]
-    length = position + 1
-    rows.low[index] = length
-    filled = rows.recent_len[index]
-    rows.recent[index, filled] = tokens
-    rows.recent_len[index] = filled + 1
-    if int(filled.max()) == RECENT - 1:
-        for row in index[filled == RECENT - 1].tolist():
-            rows.flush(row)
-    at_end = length >= rows.final[index]
-    if at_end.any():
-        reasons[at_end] = rows.end_reason[index[at_end]]
+def _append(executor: ExecutorState, sampled: RowSet, tokens: U32, has_last_token: bool) -> tuple[U8, list[int]]:
+    """Books one token for each row and tells which sequences it ends: reasons, and the entries that have one."""
+    rows, batch = executor.rows, sampled.batch()
+    rows.low += sampled.advance
+    rows.keep(sampled.index, tokens)
+    is_eos = executor.is_eos.take(tokens)
+    if not (has_last_token or rows.num_with_stops or np.count_nonzero(is_eos)):
+        return batch.no_reasons, []
+    index = sampled.index
+    length = rows.low[index]
+    may_stop = length > rows.min_end[index]
+    reasons = np.where(length >= rows.final[index], rows.end_reason[index], np.uint8(0))
     if rows.num_with_stops:
         hit = (rows.stops[index] == tokens[:, None]).any(axis=1) & rows.has_stops[index]
-        reasons[hit & (position >= rows.min_end[index])] = FinishReason.STOP_TOKEN
-    for eos_id in executor.info.eos_ids:
-        hit = tokens == eos_id
-        if hit.any():
-            reasons[hit & (position >= rows.min_end[index]) & ~rows.ignore_eos[index]] = FinishReason.EOS
-    return reasons
+        reasons[hit & may_stop] = FinishReason.STOP_TOKEN
+    reasons[is_eos & may_stop & ~rows.ignore_eos[index]] = FinishReason.EOS
+    reasons.setflags(write=False)
+    return reasons, np.flatnonzero(reasons).tolist()
 
 
 def batches(executor: ExecutorState, collected: Collected, result: StepResult) -> dict[int, TokenBatch]:
     """One TokenBatch per worker that has something to hear. Rows must not have been freed yet."""
-    index, tokens, reasons = collected.rows, collected.tokens, collected.reasons
-    counts: NDArray[np.uint32] = np.ones(len(index), dtype=np.uint32)
+    sampled, tokens, reasons = collected.sampled, collected.tokens, collected.reasons
+    batch = sampled.batch()
+    keys, counts, cached, worker = sampled.keys, batch.counts, batch.cached, batch.worker
     extras: dict[int, Extras] = {}
     if len(result.logprobs.rows) or result.outputs:
-        silent, extras = _extras(executor, index, result)
+        silent, extras = _extras(executor, sampled.index, result)
         if silent:
-            index = np.concatenate([index, np.array(silent, dtype=np.int64)])
+            keys = np.concatenate([keys, executor.rows.keys[silent]])
+            cached = np.concatenate([cached, executor.rows.cached[silent]])
             counts = np.concatenate([counts, np.zeros(len(silent), dtype=np.uint32)])
             reasons = np.concatenate([reasons, np.zeros(len(silent), dtype=np.uint8)])
-    if not len(index):
+            worker = SEVERAL
+    if not len(keys):
         return {}
-    keys = executor.rows.keys[index]
-    cached = executor.rows.cached[index]
+    if worker != SEVERAL:
+        return {worker: _batch(keys, counts, tokens, reasons, cached, extras)}
     workers = keys >> np.uint64(WORKER_SHIFT)
-    if (workers == workers[0]).all():
-        return {int(workers[0]): _batch(keys, counts, tokens, reasons, cached, extras)}
     found: dict[int, TokenBatch] = {}
     for worker in np.unique(workers).tolist():
         picked = np.flatnonzero(workers == worker)
@@ -139,12 +136,10 @@ def batches(executor: ExecutorState, collected: Collected, result: StepResult) -
     return found
 
 
-def _batch(
-    keys: NDArray[np.uint64], counts: U32, tokens: U32, reasons: U8, cached: U32, extras: dict[int, Extras]
-) -> TokenBatch:
-    for column in (keys, reasons):
-        column.flags.writeable = False
-    return TokenBatch(keys, u32(counts), u32(tokens), reasons, u32(cached), extras)
+def _batch(keys: U64, counts: U32, tokens: U32, reasons: U8, cached: U32, extras: dict[int, Extras]) -> TokenBatch:
+    for column in (keys, counts, tokens, reasons, cached):
+        column.setflags(write=False)
+    return TokenBatch(keys, counts, tokens, reasons, cached, extras)
 
 
 def _extras(executor: ExecutorState, index: I64, result: StepResult) -> tuple[list[int], dict[int, Extras]]:

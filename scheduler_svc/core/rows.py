@@ -46,11 +46,12 @@ class Rows:
         self.table: I64 = np.zeros((num_rows, max_blocks), dtype=np.int64)
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
         self.recent: U32 = np.zeros((num_rows, RECENT), dtype=np.uint32)
+        self._recent_flat = self.recent.reshape(-1)
         self.recent_len = ints()
         self.num_with_stops = self.num_with_raw = 0
 
     def __len__(self) -> int:
-        return len(self.seqs)
+        return len(self.keys)
 
     def set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
         self.has_stops[row] = bool(stop_ids)
@@ -75,6 +76,15 @@ class Rows:
         assert sequence is not None
         low = int(self.low[row])
         return low - 1 if low > sequence.admitted_len else int(self.prefilled[row])
+
+    def keep(self, index: I64, tokens: U32) -> None:
+        """Books one known token for each row of `index`."""
+        filled = self.recent_len[index]
+        self._recent_flat[index * RECENT + filled] = tokens
+        self.recent_len[index] = filled + 1
+        if len(index) and int(filled.max()) == RECENT - 1:
+            for row in index[filled == RECENT - 1].tolist():
+                self.flush(row)
 
     def flush(self, row: int) -> None:
         """Moves the known tokens of `recent` into the Sequence."""

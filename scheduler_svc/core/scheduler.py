@@ -3,8 +3,6 @@
 Synchronous, deterministic and pure: no I/O, no clock, no threads. Same calls, same plans. Owner: the loop thread.
 """
 
-import numpy as np
-
 from common.errors import (
     Draining,
     DuplicateRequest,
@@ -240,8 +238,8 @@ class Scheduler:
         self._counters.generated_tokens += len(collected.tokens)
         found = batches(executor, collected, result)
         endings: list[Ending] = []
-        for entry in np.flatnonzero(collected.reasons).tolist():
-            sequence = executor.rows.seqs[int(collected.rows[entry])]
+        for entry in collected.ended:
+            sequence = executor.rows.seqs[int(collected.sampled.index[entry])]
             assert sequence is not None
             endings += self._end(sequence, FinishReason(int(collected.reasons[entry])), None)
         for row_error in collected.row_errors:
