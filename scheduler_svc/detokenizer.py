@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ModelError
+from common.messages import U32
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # No character is longer in UTF-8, so no more tokens than these can hold the beginning of one.
@@ -117,18 +118,27 @@ class IncrementalDecoder:
         table: PieceTable,
         *,
         skip_special: bool = True,
-        prompt_ids: Sequence[int] = (),
-        continues: bool = False,
+        prompt_ids: Sequence[int] | U32 = (),
     ) -> None:
-        """`continues`: text stands before this, so a first space is kept. `prompt_ids`: what stands before; only its
-        end matters, where a character may be cut in the middle."""
+        """`prompt_ids`: all that stands before. The text is what a decoder that had read them would go on with: a
+        character may be cut in the middle, and after any text a first space is kept. Only their end is looked at."""
         self._table = table
         self._skip = table.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = False
-        if prompt_ids:
-            self.push(prompt_ids[-_LONGEST_CHARACTER:])
-        self._strip = table.rules.strip and not (continues or prompt_ids)
+        end = self._end_of(prompt_ids)
+        self.push(end)
+        self._strip = table.rules.strip and not end
+
+    def _end_of(self, prompt_ids: Sequence[int] | U32) -> list[int]:
+        """The last ids that stand for bytes, as many as can hold the beginning of a character; others are no text."""
+        found: list[int] = []
+        for token_id in map(int, reversed(prompt_ids)):
+            if token_id not in self._skip and self._table.get(token_id):
+                found.append(token_id)
+                if len(found) == _LONGEST_CHARACTER:
+                    break
+        return found[::-1]
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became final with these tokens; may be empty. Ids unknown to the vocabulary have no text."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from common.errors import InvalidInput, ModelError, NotSupported
+from common.messages import U32
 from common.model_files.description import ModelFiles
 from common.model_files.safetensors_header import read_json
 from scheduler_svc.chat_template import ChatTemplate
@@ -82,12 +83,9 @@ class Tokenizer:
         """`id_to_piece` of each."""
         return [self.id_to_piece(token_id) for token_id in token_ids]
 
-    def decoder(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> IncrementalDecoder:
-        """For a completion: its text goes on where the prompt's ended, so a leading space is kept.
-
-        Give `prompt_ids` (its end suffices) where a prompt may end in the middle of a character.
-        """
-        return IncrementalDecoder(self._table, skip_special=skip_special_tokens, prompt_ids=prompt_ids, continues=True)
+    def decoder(self, prompt_ids: Sequence[int] | U32 = (), skip_special_tokens: bool = True) -> IncrementalDecoder:
+        """For a completion: its text goes on where that of the whole prompt ended."""
+        return IncrementalDecoder(self._table, skip_special=skip_special_tokens, prompt_ids=prompt_ids)
 
     def apply_chat_template(
         self, messages: Sequence[ChatTurn], template: str = "", add_generation_prompt: bool = True

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Final
 
 from common.errors import DeadlinePassed, Draining, RequestAborted, StepwireError, Unavailable
 from common.messages import U32
@@ -25,8 +24,6 @@ from scheduler_svc.messages import Submit
 from scheduler_svc.text_cursor import TextCursor
 from scheduler_svc.token_stream import Piece, StreamLimits, StreamWants, TokenStream
 from stepwire.v1 import inference_pb2 as pb
-
-LONGEST_CHARACTER: Final = 4  # tokens of which a character may consist
 
 
 class ActiveRequest:
@@ -167,7 +164,7 @@ class Generation:
     def _new_stream(self, valid: ValidRequest, prompt: U32, limits: Limits) -> TokenStream:
         cursor = None
         if valid.detokenize and self._tokenizer is not None:
-            decoder = self._tokenizer.decoder(prompt[-LONGEST_CHARACTER:].tolist())
+            decoder = self._tokenizer.decoder(prompt)
             cursor = TextCursor(decoder, valid.stop_strings, valid.sampling.min_tokens)
         wants = StreamWants(
             prompt=prompt,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, runtime_checkable
 
 from common.errors import UnknownModel
+from common.messages import U32
 from common.model_files.description import ModelDescription, SamplingDefaults
 from scheduler_svc.messages import CoreState
 from scheduler_svc.text_cursor import Decoder
@@ -99,8 +100,8 @@ class TextTokenizer(Protocol):
         """The conversation as text, special tokens spelled out: encode it with add_special_tokens=False."""
         ...
 
-    def decoder(self, prompt_ids: Sequence[int] = ()) -> Decoder:
-        """For a completion. `prompt_ids`: the prompt's end, which may be in the middle of a character."""
+    def decoder(self, prompt_ids: Sequence[int] | U32 = ()) -> Decoder:
+        """For a completion. `prompt_ids`: the whole prompt, which may end in the middle of a character."""
         ...
 
 

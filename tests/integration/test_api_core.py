@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from common.clock import SystemClock
 from common.grpc_options import PUBLIC_MAX_MESSAGE_BYTES, channel_options
-from common.messages import StepPlan, u32
+from common.messages import U32, StepPlan, u32
 from scheduler_svc.api.served_model import ServedModel
 from scheduler_svc.api.server import ApiOptions, build_server
 from scheduler_svc.api.worker import ApiWorker
@@ -49,7 +49,7 @@ class NumberDecoder:
 class NumberTokenizer(ByteTokenizer):
     """Each token's text is its number."""
 
-    def decoder(self, prompt_ids: Sequence[int] = ()) -> Any:
+    def decoder(self, prompt_ids: Sequence[int] | U32 = ()) -> Any:
         return NumberDecoder()
 
 

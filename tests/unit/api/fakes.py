@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from common.errors import DuplicateRequest, RequestAborted
-from common.messages import ExecutorInfo, u32
+from common.messages import U32, ExecutorInfo, u32
 from scheduler_svc.api.served_model import ChatTurn, ServedModel
 from scheduler_svc.api.worker import ApiWorker
 from scheduler_svc.messages import (
@@ -85,7 +85,7 @@ class ByteTokenizer:
     ) -> str:
         return "".join(f"{m.role}:{m.content}\n" for m in messages) + ("assistant:" if add_generation_prompt else "")
 
-    def decoder(self, prompt_ids: Sequence[int] = ()) -> ByteDecoder:
+    def decoder(self, prompt_ids: Sequence[int] | U32 = ()) -> ByteDecoder:
         return ByteDecoder()
 
 

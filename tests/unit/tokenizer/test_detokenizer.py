@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ModelError
+from common.messages import u32
 from scheduler_svc.detokenizer import byte_alphabet, rules_from_json
 from scheduler_svc.tokenizer import Tokenizer
 from tests.unit.tokenizer.test_gguf_tokenizer import load
@@ -49,8 +50,7 @@ def test_pieces_joined_are_the_whole(ids: list[int], sizes: list[int], skip: boo
     parts = [decoder.push(part) for part in cut(ids, sizes)]
     joined = "".join(parts) + decoder.flush()
     whole = tokenizer.decode(ids, skip)
-    assert joined.removeprefix(" ") == whole.removeprefix(" ")
-    assert len(joined) - len(whole) in (0, 1)  # a completion keeps its leading space
+    assert joined == whole
     joined.encode()  # whole characters only
 
 
@@ -70,6 +70,23 @@ def test_text_of_pieces_is_that_of_the_tokenizers_library(pieces: Tokenizer) -> 
         ids = pieces.encode(text)
         for skip in (True, False):
             assert pieces.decode(ids, skip) == pieces._backend.decode(ids, skip_special_tokens=skip)
+
+
+# Mostly bytes, special tokens and ids without text: what a prompt's end and an output's beginning go wrong on.
+TRICKY = st.lists(st.one_of(st.integers(0, 262), st.integers(0, 262), st.integers(-1, 700)), max_size=24)
+
+
+@SETTINGS
+@given(prompt=TRICKY, output=TRICKY, skip=st.booleans())
+def test_a_completions_text_goes_on_where_the_prompts_ended(
+    prompt: list[int], output: list[int], skip: bool, tokenizer: Tokenizer
+) -> None:
+    reader = tokenizer.decoder(skip_special_tokens=skip)
+    reader.push(prompt)
+    goes_on = reader.push(output) + reader.flush()
+    for given_prompt in (prompt, u32([token_id % 2**32 for token_id in prompt])):
+        decoder = tokenizer.decoder(given_prompt, skip)
+        assert decoder.push(output) + decoder.flush() == goes_on
 
 
 CLEF = "𝄞"  # four bytes the vocabularies have no longer piece for
@@ -109,9 +126,22 @@ def test_a_completion_keeps_the_space_that_parts_it_from_the_prompt(pieces: Toke
     ids = pieces.encode("quick brown", add_special_tokens=False)
     words = pieces.encode("quick", add_special_tokens=False)
     assert ids[: len(words)] == words
-    assert pieces.decoder().push(ids[len(words) :]) == " brown"
     assert pieces.decoder(prompt_ids=words).push(ids[len(words) :]) == " brown"
     assert pieces.decode(ids) == "quick brown"
+
+
+def test_after_a_prompt_without_text_a_text_begins(pieces: Tokenizer) -> None:
+    """As `decode` of prompt and completion together says: the first space is the tokenizer's own."""
+    word = pieces.encode("brown", add_special_tokens=False)
+    bos = pieces.encode("")[:1] or [1]
+    for prompt in (bos, bos * 9):
+        assert pieces.decoder(prompt).push(word) == "brown" == pieces.decode([*prompt, *word])
+
+
+def test_a_character_may_be_parted_by_special_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(CLEF, add_special_tokens=False)[-4:]
+    decoder = tokenizer.decoder([*ids[:2], 1, 2, 1, 2, 1, 2])
+    assert decoder.push(ids[2:]) == CLEF
 
 
 def test_special_tokens_are_hidden_or_spelled(tokenizer: Tokenizer) -> None:
