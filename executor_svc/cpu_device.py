@@ -85,10 +85,11 @@ class CpuDevice:
     def fence(self, fence: Fence, stream: Stream, event: Event | None) -> None:
         """Nothing: see the class."""
 
-    def host_fence(self, fence: Fence, event: Event | None) -> None:
+    def host_fence(self, fence: Fence, event: Event | None) -> bool:
         if event is not None:
             assert isinstance(event, CpuEvent)
             event.wait()
+        return True
 
     def synchronize(self) -> None:
         self.record(Stream.COMPUTE).wait()

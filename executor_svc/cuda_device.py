@@ -29,6 +29,8 @@ class CudaDevice:
         self._clock = clock or SystemClock()
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
+        # cuDNN's attention builds a plan for each new shape, in the thread that launches: a steady step must not wait.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._streams: dict[Stream, torch.cuda.Stream] = {
             stream: torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             for stream in Stream
@@ -91,13 +93,15 @@ class CudaDevice:
             assert isinstance(event, CudaEvent)
             self._streams[stream].wait_event(event.event)
 
-    def host_fence(self, fence: Fence, event: Event | None) -> None:
+    def host_fence(self, fence: Fence, event: Event | None) -> bool:
         if event is not None:
             assert isinstance(event, CudaEvent)
             try:
                 event.event.synchronize()
             except RuntimeError as error:
                 self._failure = self._failure or error
+                return False
+        return True
 
     def time_ns_of(self, event: torch.cuda.Event) -> int:
         with self._lock:

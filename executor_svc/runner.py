@@ -224,11 +224,12 @@ class Runner:
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """The body of PendingStep.wait."""
-        self._device.host_fence(Fence.RESULT_READY, step.done)
-        failure = self._device.failure
+        reached = self._device.host_fence(Fence.RESULT_READY, step.done)
         if step.abandoned:
             raise refused(step.plan, PlanErrorCode.EPOCH_ENDED, "a new epoch began")
-        if failure is not None and (not step.copied or self._device.torch_device.type != "cpu"):
+        failure = self._device.failure
+        # It may have come with a later step (out of memory at its launch, say): then this one's outputs stand.
+        if failure is not None and not (reached and step.copied):
             self._ended = True
             raise _refuse_failed(step.plan, failure)
         count = step.batch.num_rows

@@ -78,8 +78,9 @@ class Device(Protocol):
         """`stream` goes on only after `event`; None: nothing to wait for."""
         ...
 
-    def host_fence(self, fence: Fence, event: Event | None) -> None:
-        """Blocks the calling thread, outside the GIL, until `event`."""
+    def host_fence(self, fence: Fence, event: Event | None) -> bool:
+        """Blocks the calling thread, outside the GIL, until `event`. False: the device failed before it got there, or
+        so hard that nobody can say; `failure` tells how."""
         ...
 
     def synchronize(self) -> None:

@@ -85,11 +85,12 @@ class LateDevice:
             self.num_waits[fence] += not event.reached_at
             self._queues[stream].append(_Wait(event))
 
-    def host_fence(self, fence: Fence, event: Event | None) -> None:
+    def host_fence(self, fence: Fence, event: Event | None) -> bool:
         if event is not None and fence is not self._without:
             assert isinstance(event, LateEvent)
             self.num_waits[fence] += not event.reached_at
             self._run_until(lambda: bool(event.reached_at))
+        return True
 
     def synchronize(self) -> None:
         self._run_until(lambda: not any(self._queues.values()))

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from common.messages import StepMode, u32
-from executor_svc.build import make_device
+from common.messages import PlanErrorCode, StepMode, u32
+from executor_svc.build import build_runner, make_device, make_ops
+from executor_svc.step_executor import PlanRefused
 from tests.contract.driver import Driver, Options
-from tests.contract.executors import tiny_runner
-from tests.contract.plans import admit, prefill, started
+from tests.contract.executors import tiny_model, tiny_runner
+from tests.contract.plans import admit, prefill, started, tokens_of
 from tests.contract.test_tokens_stand import GREEDY, SAMPLINGS, requests
+from tests.unit.executor.test_runner import Brittle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -48,4 +50,23 @@ def test_exact_tokens_do_not_depend_on_the_batch() -> None:
     runner = tiny_runner(numerics="exact", device=make_device("cuda"), buckets=(4, 8))
     alone = Driver(runner, Options(batch=1), epoch=1).run(requests(GREEDY))
     assert Driver(runner, Options(depth=3, chunk=5, preempt_every=4), epoch=2).run(requests(GREEDY)) == alone
+    runner.close()
+
+
+def test_out_of_memory_at_a_launch_fails_no_earlier_step() -> None:
+    device = make_device("cuda")
+    ops = make_ops("fast")
+    model = Brittle(tiny_model(ops, device=device.torch_device))
+    runner = build_runner(
+        model, ops=ops, device=device, block_size=4, num_blocks=64, max_num_seqs=8, max_tokens_per_step=32, buckets=()
+    )  # fmt: skip
+    steps = started(runner)
+    steps.run(admit=(admit(0, [4, 5, 6], list(range(10)), sampling=GREEDY),), **prefill((0, 0, 3)))
+    good = steps.launch(decode_rows=u32([0]))
+    model.failure = torch.OutOfMemoryError("no memory")
+    bad = steps.launch(decode_rows=u32([0]))
+    assert set(tokens_of(good.wait())) == {0}
+    with pytest.raises(PlanRefused) as refusal:
+        bad.wait()
+    assert refusal.value.error.code is PlanErrorCode.OUT_OF_MEMORY
     runner.close()
