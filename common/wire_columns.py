@@ -44,7 +44,7 @@ def unpack_f32(data: bytes, field: str) -> m.F32:
     return np.frombuffer(data, dtype=_F32)
 
 
-# Most steps decode the rows of the step before, in the same read-only column: bitmaps are remembered in both directions.
+# Most steps decode the rows of the step before, in the same read-only column: bitmaps are remembered, both ways.
 _NUM_REMEMBERED = 8
 _MAX_REMEMBERED_BYTES = 2048  # a peer's bitmap may be long
 # The newest first; replaced as a whole, so that threads need no lock.

@@ -8,7 +8,7 @@ from stepwire.executor.v1 import executor_pb2 as pb
 
 
 def encode_sampling(s: m.Sampling) -> pb.Sampling:
-    return pb.Sampling(
+    p = pb.Sampling(
         temperature=s.temperature,
         top_k=s.top_k,
         top_p=s.top_p,
@@ -19,11 +19,7 @@ def encode_sampling(s: m.Sampling) -> pb.Sampling:
         frequency_penalty=s.frequency_penalty,
         min_tokens=s.min_tokens,
         max_tokens=s.max_tokens,
-        stop_ids=pack_u32(m.u32(s.stop_ids)),
         ignore_eos=s.ignore_eos,
-        bias_ids=pack_u32(m.u32([i for i, _ in s.bias])),
-        bias_values=pack_f32(m.f32([v for _, v in s.bias])),
-        allowed_ids=pack_u32(m.u32(s.allowed_ids)),
         num_logprobs=s.num_logprobs,
         num_prompt_logprobs=s.num_prompt_logprobs,
         prompt_logprobs_from=s.prompt_logprobs_from,
@@ -31,6 +27,14 @@ def encode_sampling(s: m.Sampling) -> pb.Sampling:
         grammar=s.grammar,
         adapter_id=s.adapter_id,
     )
+    if s.stop_ids:
+        p.stop_ids = pack_u32(m.u32(s.stop_ids))
+    if s.bias:
+        p.bias_ids = pack_u32(m.u32(i for i, _ in s.bias))
+        p.bias_values = pack_f32(m.f32(v for _, v in s.bias))
+    if s.allowed_ids:
+        p.allowed_ids = pack_u32(m.u32(s.allowed_ids))
+    return p
 
 
 def decode_sampling(p: pb.Sampling, field: str) -> m.Sampling:

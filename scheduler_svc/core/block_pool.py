@@ -41,7 +41,7 @@ class BlockPool:
         del self._free[len(self._free) - at_hand :]
         blocks.reverse()
         if self.cache is not None:
-            blocks += [self.cache.evict() for _ in range(count - at_hand)]
+            blocks += self.cache.evict(count - at_hand)
         self.refs[blocks] = 1
         return blocks
 
@@ -59,12 +59,10 @@ class BlockPool:
     def free(self, table: I64) -> None:
         """One user less for each block of a row's table (in table order). Tail blocks are given up first, so that of
         a cached prefix the head lives longest."""
-        self.refs[table] -= 1
-        for block in table[self.refs[table] == 0][::-1].tolist():
-            if self.cache is not None and self.cache.holds(block):
-                self.cache.set_idle(block)
-            else:
-                self._free.append(block)
+        refs = self.refs[table] - 1
+        self.refs[table] = refs
+        unused: list[int] = table[refs == 0][::-1].tolist()
+        self._free += self.cache.set_idle(unused) if self.cache is not None else unused
 
     def reset_cache(self) -> tuple[int, int]:
         """Forgets every registration. Returns how many blocks were idle, which are free now, and how many in use."""

@@ -163,7 +163,7 @@ class ExecutorState:
         blocks = [*shared, *self.pool.allocate(fresh)]
         rows.table[row, : len(blocks)] = blocks
         rows.table_len[row] = len(blocks)
-        self._set_due(np.array([row]), np.array([len(blocks)]))
+        self._set_due(row, len(blocks))
         self.prefilling.append(row)
         self.num_running += 1
         return row
@@ -179,7 +179,7 @@ class ExecutorState:
         self._set_due(grown, index + 1)
         return grown, index, blocks
 
-    def _set_due(self, grown: I64, table_len: I64) -> None:
+    def _set_due(self, grown: I64 | int, table_len: I64 | int) -> None:
         # A step writes the slot of position high - 1, and blocks are granted depth - 1 steps before they are written.
         rows = self.rows
         capacity = table_len * self.block_size
@@ -281,9 +281,8 @@ class ExecutorState:
         full = computed // self.block_size
         if cache is None or self.rows.tainted[row] or full <= sequence.registered:
             return
-        hashes = self.hashes(sequence, full)
-        for index in range(sequence.registered, full):
-            cache.register(hashes[index], int(self.rows.table[row, index]))
+        first = sequence.registered
+        cache.register(self.hashes(sequence, full)[first:full], self.rows.table[row, first:full].tolist())
         sequence.registered = full
 
     def reset_cache(self) -> tuple[int, int]:

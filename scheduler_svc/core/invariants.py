@@ -4,7 +4,7 @@ import numpy as np
 
 from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.row_set import RowSet
-from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.rows import RECENT, Rows
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceState
 
@@ -66,6 +66,7 @@ def _check_kept(executor: ExecutorState) -> None:
                 "a block is due earlier"
             )
             assert executor.quiet_steps < rows.left[kept.index].min(), "a row ends earlier"
+    assert rows.room > 0 and rows.recent_len.max(initial=0) + rows.room <= RECENT, "recent tokens may run over"
     length = rows.low.copy()
     for flight in executor.flights:
         _check_row_set(rows, flight.sampled)

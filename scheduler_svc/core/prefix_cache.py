@@ -20,24 +20,21 @@ def _field(tag: bytes, data: bytes) -> bytes:
     return tag + len(data).to_bytes(8, "little") + data
 
 
-def _digest(kind: bytes, fields: bytes) -> bytes:
-    return hashlib.blake2b(kind + fields, digest_size=_SIZE).digest()
-
-
 def head_hash(salt: bytes) -> bytes:
     """The parent of a first block. Whose heads differ share nothing."""
-    return _digest(b"H", _field(b"s", salt))
+    return hashlib.blake2b(b"H" + _field(b"s", salt), digest_size=_SIZE).digest()
 
 
 def extend_hashes(hashes: list[bytes], tokens: U32, block_size: int, salt: bytes, count: int) -> None:
     """Appends to `hashes` until it covers the first `count` full blocks of `tokens`."""
-    if len(hashes) >= count:
+    first, size = len(hashes), 4 * block_size
+    if first >= count:
         return
     parent = hashes[-1] if hashes else head_hash(salt)
-    tokens_field = b"t" + (4 * block_size).to_bytes(8, "little")
-    for index in range(len(hashes), count):
-        piece = tokens[index * block_size : (index + 1) * block_size].astype("<u4", copy=False).tobytes()
-        parent = _digest(b"B", _PARENT + parent + tokens_field + piece)
+    data = tokens[first * block_size : count * block_size].astype("<u4", copy=False).tobytes()
+    before, between = b"B" + _PARENT, b"t" + size.to_bytes(8, "little")
+    for at in range(0, len(data), size):
+        parent = hashlib.blake2b(before + parent + between + data[at : at + size], digest_size=_SIZE).digest()
         hashes.append(parent)
 
 
@@ -73,14 +70,15 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def register(self, digest: bytes, block: int) -> bool:
-        """False when another block holds the same tokens already, or this one is registered."""
-        if digest in self._block_of or block in self._hash_of:
-            return False
-        self._block_of[digest] = block
-        self._hash_of[block] = digest
-        self.version += 1
-        return True
+    def register(self, digests: list[bytes], blocks: list[int]) -> None:
+        """Digests in the order of their blocks. Passes over a block that is registered already, and over one whose
+        tokens another block holds."""
+        block_of, hash_of = self._block_of, self._hash_of
+        for digest, block in zip(digests, blocks, strict=True):
+            if digest not in block_of and block not in hash_of:
+                block_of[digest] = block
+                hash_of[block] = digest
+                self.version += 1
 
     def clear(self) -> list[int]:
         """Forgets everything. Returns the blocks that were idle, which nobody has now."""
@@ -90,15 +88,25 @@ class PrefixCache:
         self._idle.clear()
         return idle
 
-    def set_idle(self, block: int) -> None:
-        """The registered `block` lost its last user; it becomes the most recently used."""
-        self._idle[block] = None
+    def set_idle(self, blocks: list[int]) -> list[int]:
+        """The blocks lost their last user. Those that are registered become the most recently used, the last one most;
+        returns the others."""
+        hash_of, idle = self._hash_of, self._idle
+        others = []
+        for block in blocks:
+            if block in hash_of:
+                idle[block] = None
+            else:
+                others.append(block)
+        return others
 
     def set_used(self, block: int) -> None:
         self._idle.pop(block, None)
 
-    def evict(self) -> int:
-        """Forgets the least recently used idle block and returns it. There must be one."""
-        block, _ = self._idle.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
-        return block
+    def evict(self, count: int) -> list[int]:
+        """Forgets the `count` least recently used idle blocks and returns them. There must be so many."""
+        block_of, hash_of, pop = self._block_of, self._hash_of, self._idle.popitem
+        blocks = [pop(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            del block_of[hash_of.pop(block)]
+        return blocks

@@ -89,8 +89,7 @@ def _check_row_errors(rows: Rows, result: StepResult) -> None:
 def _append(executor: ExecutorState, sampled: RowSet, tokens: U32, has_last_token: bool) -> tuple[U8, list[int]]:
     """Books one token for each row and tells which sequences it ends: reasons, and the entries that have one."""
     rows, batch = executor.rows, sampled.batch()
-    rows.low += sampled.advance
-    rows.keep(sampled.index, tokens)
+    sampled.append(tokens)
     is_eos = executor.is_eos.take(tokens)
     if not (has_last_token or rows.num_with_stops or np.count_nonzero(is_eos)):
         return batch.no_reasons, []

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.messages import U32, u32
-from scheduler_svc.core.rows import I64, Rows
+from scheduler_svc.core.rows import I64, RECENT, Rows
 from scheduler_svc.messages import WORKER_SHIFT
 
 U8 = NDArray[np.uint8]
@@ -61,6 +61,16 @@ class RowSet:
         both = self.advance.astype(np.bool_)
         both[others] = True
         return RowSet.of(self.rows, np.flatnonzero(both))
+
+    def append(self, tokens: U32) -> None:
+        """Books one known token for each row."""
+        rows = self.rows
+        rows.recent.reshape(-1)[self.index * RECENT + rows.recent_len[self.index]] = tokens
+        rows.recent_len += self.advance
+        rows.low += self.advance
+        rows.room -= 1
+        if not rows.room:
+            rows.make_room()
 
     def batch(self) -> BatchColumns:
         if self._batch is None:

@@ -6,7 +6,9 @@ from numpy.typing import NDArray
 from common.messages import U32
 from scheduler_svc.core.sequence import Sequence
 
-RECENT = 128
+RECENT = 1024
+_FLUSHED_AT_ONCE = 32
+_MAX_FLUSHES = 64  # in so many steps all rows are flushed once
 NO_TOKEN = 0xFFFFFFFF
 NEVER = 1 << 60
 
@@ -23,7 +25,7 @@ class Rows:
     it ends; left: final - high while decoding, else 0; capacity: token slots its table covers; due: the `high` from
     which it needs another block. min_end: length from which EOS and stop ids count. prefilled: known
     computed positions of the prefill. last_step: the last step naming the row. recent[row, :recent_len[row]]: known
-    tokens the Sequence has not got yet.
+    tokens the Sequence has not got yet; no row's are full before `room` more steps.
     """
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
@@ -46,8 +48,8 @@ class Rows:
         self.table: I64 = np.zeros((num_rows, max_blocks), dtype=np.int64)
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
         self.recent: U32 = np.zeros((num_rows, RECENT), dtype=np.uint32)
-        self._recent_flat = self.recent.reshape(-1)
         self.recent_len = ints()
+        self.room = RECENT - _MAX_FLUSHES
         self.num_with_stops = self.num_with_raw = 0
 
     def __len__(self) -> int:
@@ -77,15 +79,6 @@ class Rows:
         low = int(self.low[row])
         return low - 1 if low > sequence.admitted_len else int(self.prefilled[row])
 
-    def keep(self, index: I64, tokens: U32) -> None:
-        """Books one known token for each row of `index`."""
-        filled = self.recent_len[index]
-        self._recent_flat[index * RECENT + filled] = tokens
-        self.recent_len[index] = filled + 1
-        if len(index) and int(filled.max()) == RECENT - 1:
-            for row in index[filled == RECENT - 1].tolist():
-                self.flush(row)
-
     def flush(self, row: int) -> None:
         """Moves the known tokens of `recent` into the Sequence."""
         sequence, count = self.seqs[row], int(self.recent_len[row])
@@ -93,6 +86,14 @@ class Rows:
         if count:
             sequence.append(self.recent[row, :count])
             self.recent_len[row] = 0
+
+    def make_room(self) -> None:
+        """Flushes the rows that hold most, a few at a time: rows admitted together fill together. Called when `room`
+        is used up, this leaves some."""
+        for row in np.argsort(self.recent_len)[-max(_FLUSHED_AT_ONCE, len(self) // _MAX_FLUSHES) :].tolist():
+            if self.recent_len[row]:
+                self.flush(row)
+        self.room = max(1, RECENT - _MAX_FLUSHES - int(self.recent_len.max()))
 
     def clear(self, row: int) -> None:
         self.num_with_stops -= bool(self.has_stops[row])

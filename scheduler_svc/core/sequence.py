@@ -113,6 +113,8 @@ class Sequence:
         """What an Admit carries: `max_tokens` resolved, prompt logprobs only where they are still wanted."""
         s = self.request.sampling
         wanted = self.wants_prompt_logprobs
+        if s.max_tokens == max_tokens and not s.num_prompt_logprobs:
+            return s
         return replace(
             s,
             max_tokens=max_tokens,

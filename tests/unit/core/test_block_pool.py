@@ -21,7 +21,7 @@ def test_a_shared_block_lives_until_its_last_user() -> None:
     pool = BlockPool(4, use_cache=True)
     assert pool.cache is not None
     (block,) = pool.allocate(1)
-    pool.cache.register(b"h", block)
+    pool.cache.register([b"h"], [block])
     pool.share([block])
     pool.free(_table([block]))
     assert pool.available == 3
@@ -35,8 +35,7 @@ def test_free_blocks_go_before_cached_ones_and_tails_before_heads() -> None:
     pool = BlockPool(6, use_cache=True)
     assert pool.cache is not None
     table = pool.allocate(4)
-    for i, block in enumerate(table):
-        pool.cache.register(bytes([i]), block)
+    pool.cache.register([bytes([i]) for i in range(4)], table)
     pool.free(_table(table))
     assert len(pool.allocate(2)) == 2 and len(pool.cache) == 4, "nothing cached is given away while others are free"
     assert pool.allocate(3) == [table[3], table[2], table[1]], "the tail of a prefix goes first"
@@ -47,7 +46,7 @@ def test_limbo_counts_only_what_becomes_free() -> None:
     pool = BlockPool(6, use_cache=True)
     assert pool.cache is not None
     table = pool.allocate(3)
-    pool.cache.register(b"h", table[0])
+    pool.cache.register([b"h"], table[:1])
     pool.share(table[:1])
     pool.enter_limbo(_table(table))
     assert pool.num_limbo() == 2, "the shared head stays with its other user"

@@ -30,8 +30,7 @@ def test_the_chain_grows_in_place() -> None:
 
 def test_only_full_blocks_in_a_row_match() -> None:
     cache, hashes = PrefixCache(), _hashes(list(range(16)))
-    for index in (0, 1, 3):
-        assert cache.register(hashes[index], 10 + index)
+    cache.register([hashes[0], hashes[1], hashes[3]], [10, 11, 13])
     assert cache.match(hashes, 4) == [10, 11]
     assert cache.match(hashes, 1) == [10]
 
@@ -39,17 +38,16 @@ def test_only_full_blocks_in_a_row_match() -> None:
 def test_the_first_block_with_some_tokens_is_kept() -> None:
     cache = PrefixCache()
     version = cache.version
-    assert cache.register(b"a", 1)
-    assert not cache.register(b"a", 2) and not cache.register(b"b", 1)
-    assert cache.version == version + 1 and not cache.holds(2)
+    cache.register([b"a", b"a", b"b"], [1, 2, 1])
+    assert cache.version == version + 1 and len(cache) == 1
+    assert cache.holds(1) and not cache.holds(2)
 
 
 def test_least_recently_used_goes_first() -> None:
     cache = PrefixCache()
-    for block, digest in ((1, b"a"), (2, b"b"), (3, b"c")):
-        cache.register(digest, block)
-        cache.set_idle(block)
+    cache.register([b"a", b"b", b"c"], [1, 2, 3])
+    assert cache.set_idle([1, 2, 7, 3]) == [7], "what is not registered is nothing to keep"
     cache.set_used(1)
-    cache.set_idle(1)
-    assert [cache.evict() for _ in range(3)] == [2, 3, 1]
+    assert cache.set_idle([1]) == []
+    assert cache.evict(1) == [2] and cache.evict(2) == [3, 1]
     assert len(cache) == 0 and cache.match([b"a"], 1) == []
