@@ -15,8 +15,12 @@ KEEPALIVE_TIME_MS: Final = 30_000
 KEEPALIVE_TIMEOUT_MS: Final = 10_000
 
 
-def server_options(max_message_bytes: int) -> list[Option]:
-    """Options of a server that survives clients which ping whenever they like."""
+def server_options(max_message_bytes: int, *, share_port: bool = False) -> list[Option]:
+    """Options of a server that survives clients which ping whenever they like.
+
+    `share_port`: several processes listen on one address and the kernel spreads connections over them. Never by
+    default: a second server on a taken port would else get half of the first one's callers without a word.
+    """
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -25,7 +29,7 @@ def server_options(max_message_bytes: int) -> list[Option]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(share_port)),
     ]
 
 

@@ -37,7 +37,7 @@ def bound_address(listen: str, port: int) -> str:
 
 
 def write_address(path: Path, address: str) -> None:
-    """All at once, so that a reader never sees a part of it."""
+    """All at once, so that a reader never sees a part of it. Several addresses: one a line, the one to call first."""
     draft = path.with_name(path.name + ".new")
     draft.write_text(address + "\n")
     draft.replace(path)

@@ -183,9 +183,9 @@ class _Up:
 
 
 def _read_address(file: Path) -> str:
-    """The address a service wrote; empty: not yet."""
+    """The address a service wrote, of several the one to call first; empty: not yet."""
     try:
-        return file.read_text().strip()
+        return file.read_text().partition("\n")[0].strip()
     except FileNotFoundError:
         return ""
 

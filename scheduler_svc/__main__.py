@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import common
@@ -21,44 +20,22 @@ def main(argv: list[str]) -> int:
 
     from common.config import EXIT_CONFIG
     from common.errors import ConfigError, ModelError
-    from common.model_files.catalog import resolve
     from common.serving import begin
-    from scheduler_svc.api.served_model import ServedModel
-    from scheduler_svc.app import Parts, serve
+    from scheduler_svc.app import serve
+    from scheduler_svc.assemble import assemble
     from scheduler_svc.config import SchedulerConfig
-    from scheduler_svc.tokenizer import load_tokenizer
-    from scheduler_svc.tracing import TracingOptions, build_tracing
 
     config = begin(SchedulerConfig, argv).config
     log = logging.getLogger(__name__)
     try:
-        files = resolve(config.model)
-        tokenizer = load_tokenizer(files)
+        parts = assemble(config, serves=not config.api_workers)
     except (ConfigError, ModelError) as error:
         log.error("%s", error.message)
         return EXIT_CONFIG
-    if tokenizer is None:
-        log.warning("%s has no tokenizer: only token ids are served", files.path)
-    tracing = build_tracing(
-        TracingOptions(
-            endpoint=config.otlp_endpoint,
-            window_interval_s=config.trace_window_interval_s,
-            sample_ratio=config.trace_sample_ratio,
-            slow_step_ms=config.slow_step_ms,
-        )
-    )
-    model = ServedModel.of(files.description, config.served_model_name)
     try:
-        return uvloop.run(serve(config, Parts(model, tokenizer, tracing, version=_version())))
+        return uvloop.run(serve(config, parts))
     finally:
-        tracing.shutdown()
-
-
-def _version() -> str:
-    try:
-        return version("stepwire")
-    except PackageNotFoundError:
-        return ""
+        parts.tracing.shutdown()
 
 
 if __name__ == "__main__":

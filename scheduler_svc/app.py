@@ -1,4 +1,5 @@
-"""The scheduler process: core, engine loop, api worker and public server on one event loop.
+"""The scheduler process: core and engine loop on one event loop; the api worker and its public server are on it, too,
+unless `api_workers` moves them to processes of their own.
 
 The pieces that depend on the model are given to `serve`; scheduler_svc/__main__.py loads them, tests bring their own.
 """
@@ -10,17 +11,18 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from common.clock import SystemClock
+from common.clock import Clock, SystemClock
 from common.config import EXIT_CONFIG
-from common.errors import ConfigError
+from common.errors import ConfigError, Unavailable
 from common.serving import bound_address, write_address
 from scheduler_svc.api.auth import read_tokens
 from scheduler_svc.api.listen import TlsFiles
 from scheduler_svc.api.served_model import ServedModel, TextTokenizer
-from scheduler_svc.api.server import ApiOptions, ApiServer, build_server
+from scheduler_svc.api.server import ApiOptions, build_server
 from scheduler_svc.api.worker import ApiWorker
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.config import CoreConfig
@@ -29,6 +31,8 @@ from scheduler_svc.engine_loop import EngineLoop, EngineOptions
 from scheduler_svc.executor_client import StreamOptions
 from scheduler_svc.executor_driver import DriverOptions
 from scheduler_svc.tracing import Tracing
+from scheduler_svc.workers.addresses import Addresses
+from scheduler_svc.workers.pool import PoolOptions, WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ REPEAT_S: Final = 1.0
 # After a drain every request is over; calls that only still write their last message get this long.
 LAST_WRITES_S: Final = 2.0
 SWITCH_INTERVAL_S: Final = 1e-4
+WORKER_COMMAND: Final = (sys.executable, "-P", "-m", "scheduler_svc.workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +57,56 @@ class Parts:
     version: str = ""
 
 
-async def serve(config: SchedulerConfig, parts: Parts) -> int:
-    """Runs the scheduler until SIGTERM, SIGINT or its death; returns the exit status."""
+async def serve(config: SchedulerConfig, parts: Parts, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
+    """Runs the scheduler until SIGTERM, SIGINT or its death; returns the exit status.
+
+    `worker_command` starts an api worker's process; with `api_workers` the parts' tokenizer is not needed here.
+    """
     # Beside a thread in pure Python (span export) the loop thread would else wait 5 ms each time it wakes.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     clock = SystemClock()
     core = Scheduler(core_config(config))
     driver = DriverOptions(secrets.token_bytes(16), config.pipeline_depth, parts.stream)
     options = EngineOptions(config.executors, driver, parts.model.model_hash)
-    engine = EngineLoop(core, options, clock, parts.tracing.observer)
-    worker = ApiWorker(clock, max_unread_bytes=config.max_unread_bytes)
-    worker.connect(engine.add_worker(worker))
+    engine = EngineLoop(core, options, clock, parts.tracing.observer, lambda: parts.tracing.dropped)
     try:
-        server = build_server(
+        api = (
+            WorkerPool(config, engine, PoolOptions(worker_command))
+            if config.api_workers
+            else _LocalApi(config, parts, engine, clock)
+        )
+    except ConfigError as error:
+        log.error("%s", error.message)
+        return EXIT_CONFIG
+    return await _run(config, engine, api)
+
+
+class _Api(Protocol):
+    """What serves the callers, in this process or in others."""
+
+    @property
+    def addresses(self) -> Addresses: ...
+
+    @property
+    def failed(self) -> "asyncio.Future[ConfigError | Unavailable]":
+        """Resolves to why nobody can be served any more."""
+        ...
+
+    async def start(self) -> None:
+        """Returns when callers are served, or `failed` is done."""
+        ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+
+class _LocalApi:
+    """The api worker in the core's own process."""
+
+    def __init__(self, config: SchedulerConfig, parts: Parts, engine: EngineLoop, clock: Clock) -> None:
+        """Raises ConfigError."""
+        worker = ApiWorker(clock, max_unread_bytes=config.max_unread_bytes)
+        worker.connect(engine.add_worker(worker))
+        self._server = build_server(
             api_options(config, parts.version),
             worker,
             parts.tokenizer,
@@ -72,29 +114,42 @@ async def serve(config: SchedulerConfig, parts: Parts) -> int:
             parts.tracing.interceptors,
             parts.tracing.request_tracer,
             is_alive=engine.is_alive,
-            spans_dropped=lambda: parts.tracing.dropped,
         )
-    except ConfigError as error:
-        log.error("%s", error.message)
-        return EXIT_CONFIG
-    return await _run(config, engine, server)
+        self.addresses = Addresses(bound_address(config.listen, self._server.port), ())
+        self.failed: asyncio.Future[ConfigError | Unavailable] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
 
 
-async def _run(config: SchedulerConfig, engine: EngineLoop, server: ApiServer) -> int:
+async def _run(config: SchedulerConfig, engine: EngineLoop, api: _Api) -> int:
     stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     _stop_on_signals(stop)
-    await server.start()
-    address = bound_address(config.listen, server.port)
-    log.info("listening on %s, executors: %s", address, ", ".join(config.executors))
+    start = asyncio.ensure_future(api.start())
+    await _first_of(stop, start)
+    if start.done():
+        start.result()
+    if api.failed.done() or stop.done():
+        await api.stop(0.0)
+        if not api.failed.done():
+            return EXIT_OK
+        log.error("%s", api.failed.result().message)
+        return EXIT_CONFIG if isinstance(api.failed.result(), ConfigError) else EXIT_FAILED
+    addresses = api.addresses.listing()
+    log.info("listening on %s, executors: %s", ", ".join(addresses), ", ".join(config.executors))
     if config.address_file is not None:
-        write_address(config.address_file, address)
+        write_address(config.address_file, "\n".join(addresses))
     engine.start()
     gc.collect()
     gc.freeze()
-    await _first_of(stop, engine.failed)
-    if engine.failed.done():
-        log.critical("the core is dead: %r", engine.failed.result())
-        await server.stop(None)
+    await _first_of(stop, engine.failed, api.failed)
+    if engine.failed.done() or api.failed.done():
+        cause = engine.failed if engine.failed.done() else api.failed
+        log.critical("the core is dead: %r", cause.result())
+        await api.stop(0.0)
         await engine.stop()
         return EXIT_FAILED
     log.info("draining for at most %.1f s: %s", config.drain_s, stop.result())
@@ -104,7 +159,7 @@ async def _run(config: SchedulerConfig, engine: EngineLoop, server: ApiServer) -
         drain.cancel()
     elif unfinished := drain.result():
         log.warning("%d requests were ended unfinished", unfinished)
-    await server.stop(LAST_WRITES_S)
+    await api.stop(LAST_WRITES_S)
     await engine.stop()
     return EXIT_FAILED if engine.failed.done() else EXIT_OK
 
@@ -122,13 +177,15 @@ def core_config(config: SchedulerConfig) -> CoreConfig:
     )
 
 
-def api_options(config: SchedulerConfig, version: str) -> ApiOptions:
-    """Raises ConfigError for a tokens file that can not be read."""
+def api_options(config: SchedulerConfig, version: str, shared: Sequence[str] = ()) -> ApiOptions:
+    """`shared`: where an api worker listens, with others. Raises ConfigError for a tokens file that can not be read."""
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
     return ApiOptions(
-        listen=config.listen,
+        listen=shared[0] if shared else config.listen,
+        also_listen=tuple(shared[1:]),
+        share_port=bool(shared),
         max_message_bytes=config.max_message_bytes,
         tls=tls,
         auth_tokens=read_tokens(config.auth_tokens_file) if config.auth_tokens_file is not None else (),

@@ -5,8 +5,15 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from common.config import Listen, ServiceConfig, Size, check_target, split_list
+from common.config import Listen, ServiceConfig, Size, check_listen, check_target, split_list
 from common.grpc_options import PUBLIC_MAX_MESSAGE_BYTES
+
+
+def check_worker_listen(value: str) -> str:
+    """host:port or nothing."""
+    if value.startswith("unix:"):
+        raise ValueError("not host:port; with a unix: address in listen each API process gets one by itself")
+    return check_listen(value) if value else value
 
 
 class SchedulerConfig(ServiceConfig):
@@ -56,7 +63,13 @@ class SchedulerConfig(ServiceConfig):
     allow_request_templates: bool = Field(
         default=False, description="take chat templates from callers: programs that may eat time and memory here"
     )
-    api_workers: int = Field(default=0, ge=0, description="0: the API runs in the core's process")
+    api_workers: int = Field(
+        default=0, ge=0, le=64, description="processes that serve the API; 0: the core's own process does"
+    )
+    worker_listen: Annotated[str, BeforeValidator(check_worker_listen)] = Field(
+        default="",
+        description="the first API process's own address, host:port; the next have the next ports; empty: free ports",
+    )
     trace_window_interval_s: float = Field(default=5.0, gt=0, description="seconds between two traced windows of steps")
     trace_sample_ratio: float = Field(
         default=1.0, ge=0, le=1, description="share of requests traced that carry no decision"
@@ -71,13 +84,6 @@ class SchedulerConfig(ServiceConfig):
         if len(set(value)) != len(value):
             raise ValueError("an executor is named twice")
         return tuple(check_target(address) for address in value)
-
-    @field_validator("api_workers")
-    @classmethod
-    def _in_process(cls, value: int) -> int:
-        if value:
-            raise ValueError("only 0 (the API in the core's process) is available in this version")
-        return value
 
     @model_validator(mode="after")
     def _tls(self) -> Self:

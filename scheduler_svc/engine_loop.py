@@ -5,7 +5,7 @@ Everything runs on one thread, the event loop's. The core is called synchronousl
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from common.clock import Clock, SystemClock
@@ -68,9 +68,12 @@ class EngineLoop:
         options: EngineOptions,
         clock: Clock | None = None,
         observer: StepObserver | None = None,
+        spans_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`spans_dropped`: traced but lost, in this process; for Stats."""
         self._core = core
         self._options = options
+        self._spans_dropped = spans_dropped
         self._clock = clock or SystemClock()
         self._observer = GuardedObserver(observer or NoObserver())
         self._loop = asyncio.get_running_loop()
@@ -119,6 +122,14 @@ class EngineLoop:
         worker.deliver(self._state)
         return port
 
+    def remove_worker(self, worker_id: int) -> None:
+        """The worker is gone: what it had in the core ends as if it had cancelled it. Idempotent."""
+        if self._workers.pop(worker_id, None) is None:
+            return
+        self._watching.discard(worker_id)
+        owned = [s.key for s in self._core.live_sequences() if s.key >> WORKER_SHIFT == worker_id]
+        self.take([Cancel(key) for key in owned])
+
     async def drain(self, deadline_s: float) -> int:
         """Stops admission, lets what runs finish until the deadline, ends the rest; how many that were."""
         return await self._start_drain(deadline_s)
@@ -135,7 +146,8 @@ class EngineLoop:
         """The core's numbers with those of the connections."""
         stats = self._core.stats()
         both = zip(self._drivers, stats.executors, strict=True)
-        return replace(stats, executors=tuple(driver.stats(of_core) for driver, of_core in both))
+        executors = tuple(driver.stats(of_core) for driver, of_core in both)
+        return replace(stats, executors=executors, spans_dropped=self._spans_dropped())
 
     # ------------------------------------------------------------------------------------------------ from workers
 
@@ -143,8 +155,12 @@ class EngineLoop:
         self._loop.call_soon(self._take_messages, port)
 
     def _take_messages(self, port: LocalPort) -> None:
+        self.take(port.take())
+
+    def take(self, messages: Sequence[ToCore]) -> None:
+        """What one worker says, in order; plans what became possible."""
         try:
-            for message in port.take():
+            for message in messages:
                 self._handle(message, self._clock.monotonic_ns())
             self.fill_all()
             self._drains.check()

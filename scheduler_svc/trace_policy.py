@@ -171,7 +171,10 @@ class TraceAllowance:
 
     MAX_TRACES = 1024  # remembered; an older one starts anew, which only a trace of many hours notices
 
-    def __init__(self, interval_ns: int = SECOND_NS // 10, burst: int = 20) -> None:
+    def __init__(
+        self, interval_ns: int = SECOND_NS // 10, burst: int = 20, max_trace_spans: int = MAX_TRACE_SPANS
+    ) -> None:
+        self._max_trace_spans = max_trace_spans
         self._lock = threading.Lock()
         self._bucket = TokenBucket(interval_ns, burst)
         self._used: OrderedDict[int, int] = OrderedDict()
@@ -185,7 +188,7 @@ class TraceAllowance:
         """For a call in the caller's trace. False: the trace has no room for them."""
         with self._lock:
             used = self._used.get(trace_id, 0) + num_spans
-            if used > MAX_TRACE_SPANS:
+            if used > self._max_trace_spans:
                 return False
             self._used[trace_id] = used
             self._used.move_to_end(trace_id)

@@ -26,6 +26,7 @@ class TracingOptions:
 
     `sample_ratio`: share of requests traced whose caller made no decision, of which at most `roots_per_s` a second.
     `slow_step_ms`: steps longer than this get a trace of their own; 0: those five times as long as usual.
+    `share`: how many processes take calls; each keeps to its part of the limits.
     """
 
     endpoint: str = ""
@@ -34,6 +35,7 @@ class TracingOptions:
     sample_ratio: float = 1.0
     roots_per_s: float = 10.0
     slow_step_ms: float = 0.0
+    share: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,20 @@ def tracing_into(telemetry: "Telemetry", options: TracingOptions, clock: Clock) 
     from scheduler_svc.api.request_tracer import SpanRequestTracer
     from scheduler_svc.trace_calls import CallSampler, server_interceptor
     from scheduler_svc.trace_observer import TracingObserver
-    from scheduler_svc.trace_policy import SECOND_NS, SlowSteps, TraceAllowance, WindowLimits, WindowPolicy
+    from scheduler_svc.trace_policy import (
+        MAX_REQUEST_SPANS,
+        MAX_TRACE_SPANS,
+        SECOND_NS,
+        SlowSteps,
+        TraceAllowance,
+        WindowLimits,
+        WindowPolicy,
+    )
 
-    allowance = TraceAllowance(int(SECOND_NS / options.roots_per_s))
+    allowance = TraceAllowance(
+        int(options.share * SECOND_NS / options.roots_per_s),
+        max_trace_spans=max(MAX_REQUEST_SPANS, MAX_TRACE_SPANS // options.share),
+    )
     interval_ns = int(options.window_interval_s * SECOND_NS)
     observer = TracingObserver(
         telemetry.pipeline,

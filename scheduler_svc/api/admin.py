@@ -13,7 +13,7 @@ from stepwire.v1 import admin_pb2_grpc
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """`drain_ms`: the deadline of a Drain that names none. `spans_dropped`: traced but lost, in this process."""
+    """`drain_ms`: the deadline of a Drain that names none. `spans_dropped`: traced but lost here, beside the core's."""
 
     def __init__(self, worker: ApiWorker, drain_ms: int, spans_dropped: Callable[[], int] = lambda: 0) -> None:
         self._worker = worker
@@ -22,7 +22,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         message = stats_message(await answered(context, self._worker.stats()))
-        message.spans_dropped = message.spans_dropped or self._spans_dropped()
+        message.spans_dropped += self._spans_dropped()
         return message
 
     async def WatchSteps(self, request: pb.WatchStepsRequest, context: Context) -> AsyncIterator[pb.WatchStepsResponse]:

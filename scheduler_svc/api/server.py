@@ -35,12 +35,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ApiOptions:
-    """How the public server runs. `listen`: any gRPC address; port 0 takes a free one.
+    """How the public server runs. `listen`: any gRPC address; port 0 takes a free one. `also_listen`: more of them.
 
+    `share_port`: other processes may listen there too.
     `max_prompt_bytes`: of a text, before it is tokenised. `max_buffered_bytes`: of results a client leaves unread.
     """
 
     listen: str = "127.0.0.1:50051"
+    also_listen: tuple[str, ...] = ()
+    share_port: bool = False
     max_message_bytes: int = PUBLIC_MAX_MESSAGE_BYTES
     tls: TlsFiles | None = None
     auth_tokens: tuple[str, ...] = ()
@@ -113,7 +116,10 @@ def build_server(
     Raises ConfigError: port taken, TLS files wrong.
     """
     auth = (BearerTokens(options.auth_tokens),) if options.auth_tokens else ()
-    server = grpc.aio.server(interceptors=(*auth, *interceptors), options=server_options(options.max_message_bytes))
+    server = grpc.aio.server(
+        interceptors=(*auth, *interceptors),
+        options=server_options(options.max_message_bytes, share_port=options.share_port),
+    )
     text_workers = TextWorkers(options.tokenize_workers, options.max_tokenize_pending)
     prompts = PromptReader(tokenizer, text_workers, options.max_prompt_bytes, options.allow_request_templates)
     piece_bytes = min(MAX_PIECE_BYTES, options.max_message_bytes // 2)
@@ -140,6 +146,8 @@ def build_server(
         names.append(vllm_name)
     reflection.enable_server_reflection(names, server)
     port = open_port(server, options.listen, options.tls)
+    for address in options.also_listen:
+        open_port(server, address, options.tls)
     return ApiServer(server, port, worker, monitor, text_workers)
 
 

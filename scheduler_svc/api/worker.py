@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from common.clock import Clock
@@ -207,6 +208,17 @@ class ApiWorker:
                 self._port.send(WatchSteps(self._worker_id, False))
 
     # ------------------------------------------------------------------------------------------------ from the core
+
+    def core_lost(self) -> None:
+        """The core's process is gone: every stream and call ends with Unavailable."""
+        self.deliver(replace(self.state, ready=False))
+        gone = Unavailable("the scheduler's core is gone", retry_after_ms=1000)
+        for stream in self._streams.values():
+            stream.core_done = True
+            stream.fail(gone)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(gone)
 
     def deliver(self, message: FromCore) -> None:
         """See WorkerPort. Cost of a TokenBatch: one clock reading and a few list operations per entry."""

@@ -1,0 +1,164 @@
+"""Every message between core and worker processes survives the trip, field by field; nothing malformed gets through."""
+
+import contextlib
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import errors
+from common.errors import ProtocolError, StepwireError
+from scheduler_svc.messages import FromCore, ToCore, TokenBatch
+from scheduler_svc.workers.codec import codec_of
+from scheduler_svc.workers.frames import KINDS, MAX_FRAME_BYTES, FrameReader, decode, encode, signatures
+
+ERRORS = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, StepwireError)]
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotation, without knowing which messages there are."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return st.lists(values(args[0]), max_size=3).map(tuple) if args[1:] == (...,) else st.tuples(*map(values, args))
+    if origin is Mapping:
+        return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
+    if origin is types.UnionType:
+        return st.one_of(*(st.none() if arg is type(None) else values(arg) for arg in args))
+    if origin is np.ndarray:
+        return columns(np.dtype(typing.get_args(args[1])[0]), st.integers(0, 5))
+    if kind is TokenBatch:
+        return batches()
+    if issubclass(kind, enum.Enum):
+        return st.sampled_from(list(kind))
+    if issubclass(kind, StepwireError):
+        texts = st.text(max_size=8)
+        numbers = st.integers(0, 1 << 40)
+        return st.sampled_from(ERRORS).flatmap(
+            lambda c: st.builds(c, texts, field=texts, limit=texts, retry_after_ms=numbers)
+        )
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return st.builds(kind, **{field.name: values(hints[field.name]) for field in dataclasses.fields(kind)})
+    plain: dict[Any, st.SearchStrategy[Any]] = {
+        int: st.integers(-(1 << 63), (1 << 64) - 1),
+        bool: st.booleans(),
+        float: st.floats(allow_nan=False),
+        str: st.text(max_size=8),
+        bytes: st.binary(max_size=8),
+    }
+    return plain[kind]
+
+
+def columns(dtype: "np.dtype[Any]", sizes: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    top = int(np.iinfo(dtype).max)
+    return sizes.flatmap(lambda size: st.lists(st.integers(0, top), min_size=size, max_size=size)).map(
+        lambda numbers: np.array(numbers, dtype)
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TokenBatch:
+    hints = typing.get_type_hints(TokenBatch)
+    counts = np.array(draw(st.lists(st.integers(0, 3), max_size=5)), np.uint32)
+    size, tokens = st.just(len(counts)), st.just(int(counts.sum()))
+    return TokenBatch(
+        keys=draw(columns(np.dtype(np.uint64), size)),
+        counts=counts,
+        tokens=draw(columns(np.dtype(np.uint32), tokens)),
+        reasons=draw(columns(np.dtype(np.uint8), size)),
+        cached=draw(columns(np.dtype(np.uint32), size)),
+        extras=draw(values(hints["extras"])),
+    )
+
+
+def plain(value: Any) -> Any:
+    """Comparable: arrays as lists, errors as their class and attributes."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, StepwireError):
+        return type(value), vars(value)
+    if dataclasses.is_dataclass(value):
+        return type(value), {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    return value
+
+
+def test_every_message_of_the_design_has_a_frame() -> None:
+    assert {*typing.get_args(ToCore), *typing.get_args(FromCore)} < set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_every_field_survives(kind: Any, data: st.DataObject) -> None:
+    message = data.draw(values(kind))
+    frame = encode(message)
+    assert int.from_bytes(frame[:4], "little") == len(frame) - 4
+    found = decode(frame[4:])
+    assert plain(found) == plain(message)
+    for field in dataclasses.fields(kind):
+        value = getattr(found, field.name)
+        assert not isinstance(value, np.ndarray) or not value.flags.writeable
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_a_cut_or_longer_frame_is_refused(kind: Any, data: st.DataObject) -> None:
+    frame = encode(data.draw(values(kind)))[4:]
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    for wrong in (frame[:cut], frame + b"\0"):
+        with pytest.raises(ProtocolError):
+            decode(wrong)
+
+
+@given(st.integers(0, 255), st.binary(max_size=64))
+def test_nonsense_is_refused_or_is_a_message(kind: int, body: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        assert type(decode(bytes([kind]) + body)) in KINDS
+
+
+@given(st.lists(st.sampled_from(KINDS).flatmap(values), max_size=6), st.integers(1, 50))
+def test_a_stream_in_any_pieces_is_the_same_messages(messages: list[Any], piece: int) -> None:
+    stream = b"".join(map(encode, messages))
+    reader = FrameReader()
+    found = []
+    for at in range(0, len(stream), piece):
+        found += reader.feed(stream[at : at + piece])
+    assert list(map(plain, found)) == list(map(plain, messages))
+
+
+def test_a_frame_over_the_bound_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ProtocolError):
+        FrameReader().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+
+
+def test_an_error_from_elsewhere_travels_as_its_nearest_public_class() -> None:
+    class Private(errors.Overloaded):
+        pass
+
+    put, get = codec_of(StepwireError)
+    out = bytearray()
+    put(out, Private("full", limit="7", retry_after_ms=12))
+    from scheduler_svc.workers.codec import Reader
+
+    error = get(Reader(bytes(out)))
+    assert type(error) is errors.Overloaded and (error.message, error.limit, error.retry_after_ms) == ("full", "7", 12)
+
+
+def test_what_has_no_encoding_is_noticed_at_once() -> None:
+    for kind in (object, list[int], set[int]):
+        with pytest.raises(TypeError):
+            codec_of(kind)
+
+
+def test_signatures_do_not_change_between_processes_of_one_checkout() -> None:
+    assert len(signatures()) == 64 and "0x" not in "".join(map(str, KINDS))
