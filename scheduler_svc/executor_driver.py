@@ -18,6 +18,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.executor_client import ExecutorStream, StreamOptions, open_stream
 from scheduler_svc.messages import ExecutorStats, StepSeen
 from scheduler_svc.observer import StepObserver
+from scheduler_svc.step_seen import step_seen
 from scheduler_svc.stream_parts import Backoff, ClockEstimate
 
 log = logging.getLogger(__name__)
@@ -215,24 +216,8 @@ class ExecutorDriver:
         record = outcome.record
         self._observer.on_result(record, result, received_ns, updated_ns, self._estimate.offset_ns)
         if self._host.watched:
-            timings = result.timings
-            self._host.deliver_step(
-                StepSeen(
-                    executor=self.address,
-                    epoch=result.epoch,
-                    step_id=result.step_id,
-                    decode_tokens=record.decode_tokens,
-                    prefill_tokens=record.prefill_tokens,
-                    num_sequences=len(record.decode_keys) + len(record.prefill_keys),
-                    waiting=record.waiting,
-                    free_blocks=record.free_blocks,
-                    bucket=result.bucket,
-                    planned_ns=record.planned_ns,
-                    result_ns=received_ns,
-                    device_ns=timings.device_end_ns - timings.device_start_ns,
-                    device_idle_ns=timings.device_idle_ns,
-                )
-            )
+            executor = self._core.executors[self.executor_id]
+            self._host.deliver_step(step_seen(executor, outcome, result, received_ns))
         self._host.fill_all()
 
     def _take_error(self, error: PlanError) -> None:

@@ -260,7 +260,7 @@ class StatsAnswer:
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """One finished step, for WatchSteps. Times: scheduler monotonic ns; device_ns and device_idle_ns are lengths."""
+    """One finished step, for WatchSteps; fields as in stepwire.v1.WatchStepsResponse."""
 
     executor: str
     epoch: int
@@ -275,6 +275,12 @@ class StepSeen:
     result_ns: int
     device_ns: int
     device_idle_ns: int
+    running: int = 0
+    num_blocks: int = 0
+    preemptions: int = 0
+    admitted_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

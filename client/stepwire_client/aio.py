@@ -43,7 +43,7 @@ from stepwire_client.types import (
     Tokens,
     decode_model_info,
     decode_stats,
-    decode_step,
+    decode_steps,
 )
 
 T = TypeVar("T")
@@ -289,14 +289,20 @@ class AsyncClient:
     async def stats(self, *, deadline: float | None = None) -> Stats:
         return decode_stats(await self._call(lambda i: self._admin[i].GetStats, admin_pb2.GetStatsRequest(), deadline))
 
-    def watch_steps(self, max_steps: int = 0, *, deadline: float | None = None) -> AsyncStream[Step]:
-        """Each step finished from now on; 0: until closed. The client's own deadline does not apply."""
-        request = admin_pb2.WatchStepsRequest(max_steps=max_steps)
+    def watch_steps(
+        self, max_steps: int = 0, *, interval_ms: int = 0, deadline: float | None = None
+    ) -> AsyncStream[Step]:
+        """Each step finished from now on; max_steps 0: until closed. The client's own deadline does not apply.
+
+        `interval_ms`: steps come that much later, at most 250, many in one message: what watching costs the scheduler
+        then hardly grows with the number of steps.
+        """
+        request = admin_pb2.WatchStepsRequest(max_steps=max_steps, interval_ms=interval_ms)
 
         def start(timeout: float | None) -> Any:
             return self._admin[next(self._turn)].WatchSteps(request, timeout=timeout, metadata=self._metadata)
 
-        return AsyncStream(start, lambda message: [decode_step(message)], lambda: None, deadline, self._retry)
+        return AsyncStream(start, decode_steps, lambda: None, deadline, self._retry)
 
     async def drain(self, deadline_ms: int = 0) -> int:
         """Stops admission and waits for running requests. Returns how many the deadline (0: configured) ended."""

@@ -222,6 +222,12 @@ class Step:
     device_ns: int
     device_idle_ns: int
     skipped: int
+    running: int
+    num_blocks: int
+    preemptions: int
+    admitted_tokens: int
+    cached_tokens: int
+    generated_tokens: int
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -322,5 +328,5 @@ def decode_stats(message: admin_pb2.GetStatsResponse) -> Stats:
     return Stats(**_same_names(Stats, message) | {"executors": executors})
 
 
-def decode_step(message: admin_pb2.WatchStepsResponse) -> Step:
-    return Step(**_same_names(Step, message))
+def decode_steps(message: admin_pb2.WatchStepsResponse) -> list[Step]:
+    return [Step(**_same_names(Step, step)) for step in (*message.earlier, message)]

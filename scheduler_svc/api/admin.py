@@ -1,15 +1,21 @@
 """stepwire.v1.Admin: for operators."""
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import fields
+from typing import Final
 
 from common.errors import StepwireError
 from scheduler_svc.api.calls import Context, answered, on_done
 from scheduler_svc.api.status import abort, only_stepwire_errors
 from scheduler_svc.api.worker import ApiWorker
-from scheduler_svc.messages import ExecutorStats, Stats
+from scheduler_svc.messages import ExecutorStats, Stats, StepSeen
 from stepwire.v1 import admin_pb2 as pb
 from stepwire.v1 import admin_pb2_grpc
+
+# A watcher's backlog must hold what comes in this time.
+MAX_INTERVAL_MS: Final = 250
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
@@ -31,12 +37,16 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             with only_stepwire_errors():
                 watch = opened = self._worker.open_watch()
                 on_done(context, lambda: self._worker.close_watch(opened))
-                seen = 0
-                while not request.max_steps or seen < request.max_steps:
-                    skipped, step = await opened.next()
-                    seen += 1
-                    values = {field.name: getattr(step, field.name) for field in fields(step)}
-                    yield pb.WatchStepsResponse(skipped=skipped, **values)
+                interval_s = min(request.interval_ms, MAX_INTERVAL_MS) / 1000
+                left = request.max_steps or sys.maxsize
+                while left > 0:
+                    steps = await opened.next(left if interval_s else 1)
+                    left -= len(steps)
+                    *earlier, last = map(_step_message, steps)
+                    last.earlier.extend(earlier)
+                    yield last
+                    if interval_s and left > 0:
+                        await asyncio.sleep(interval_s)  # what comes meanwhile goes with the next
         except StepwireError as error:
             await abort(context, error)
         finally:
@@ -52,6 +62,12 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> pb.ResetPrefixCacheResponse:
         answer = await answered(context, self._worker.reset_prefix_cache())
         return pb.ResetPrefixCacheResponse(dropped_blocks=answer.dropped, forgotten_blocks=answer.forgotten)
+
+
+def _step_message(seen: tuple[int, StepSeen]) -> pb.WatchStepsResponse:
+    skipped, step = seen
+    values = {field.name: getattr(step, field.name) for field in fields(step)}
+    return pb.WatchStepsResponse(skipped=skipped, **values)
 
 
 def stats_message(stats: Stats) -> pb.GetStatsResponse:

@@ -54,12 +54,12 @@ class StepWatch:
         self._skipped = 0
         self._arrived = asyncio.Event()
 
-    async def next(self) -> tuple[int, StepSeen]:
-        """(steps lost just before this one, step)."""
+    async def next(self, limit: int) -> list[tuple[int, StepSeen]]:
+        """What came since the last call, at least one and at most `limit`: (steps lost just before it, step)."""
         while not self._steps:
             self._arrived.clear()
             await self._arrived.wait()
-        return self._steps.popleft()
+        return [self._steps.popleft() for _ in range(min(limit, len(self._steps)))]
 
     def put(self, step: StepSeen) -> None:
         if len(self._steps) >= MAX_WATCH_BACKLOG:

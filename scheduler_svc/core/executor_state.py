@@ -58,6 +58,7 @@ class ExecutorState:
         self.incarnation = 0
         self.steps = 0
         self.epochs_ended = 0
+        self.preemptions = 0
         self.fruitless_epochs = 0  # ended by an error that names nobody, none of which got further
         self.failed_step = 0  # where the last of them broke off
         self._layout: tuple[int, int] | None = None

@@ -141,6 +141,7 @@ class Planner:
         sequence.preemptions += 1
         sequence.state = SequenceState.PARKED
         self._counters.preemptions += 1
+        executor.preemptions += 1
         if executor.vacate(row, keep=True) is not None:
             self._queue.push(sequence)
 

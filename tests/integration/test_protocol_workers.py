@@ -80,6 +80,9 @@ def test_abort_cancel_duplicate_stats_and_watch() -> None:
             seen = [m for m in worker.other if isinstance(m, StepSeen)]
             assert [s.step_id for s in seen] == list(range(1, len(seen) + 1))
             assert all(s.executor == served.address and s.result_ns > s.planned_ns for s in seen)
+            assert all(s.num_blocks == toy.info.num_blocks > s.free_blocks for s in seen)
+            assert max(s.running for s in seen) <= 5 and sum(s.generated_tokens for s in seen) >= len(worker.tokens[3])
+            assert sum(s.admitted_tokens for s in seen) >= 4 > 0 == sum(s.cached_tokens for s in seen)
 
     run(main())
 

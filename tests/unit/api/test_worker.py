@@ -242,7 +242,7 @@ def test_watching_is_on_only_while_somebody_watches() -> None:
         worker.close_watch(first)
         worker.close_watch(first)
         assert core.of(WatchSteps) == [WatchSteps(3, True)]
-        assert await second.next() == (0, seen(1))
+        assert await second.next(1) == [(0, seen(1))]
         worker.close_watch(second)
         assert core.of(WatchSteps) == [WatchSteps(3, True), WatchSteps(3, False)]
 
@@ -281,10 +281,11 @@ def test_a_slow_watcher_is_told_what_it_lost() -> None:
         watch = worker.open_watch()
         for step_id in range(MAX_WATCH_BACKLOG + 5):
             core.tell(seen(step_id))
-        got = [await watch.next() for _ in range(MAX_WATCH_BACKLOG)]
+        got = [*await watch.next(1), *await watch.next(MAX_WATCH_BACKLOG)]
+        assert [step.step_id for _, step in got] == list(range(MAX_WATCH_BACKLOG))
         assert [skipped for skipped, _ in got] == [0] * MAX_WATCH_BACKLOG
         core.tell(seen(5000))
-        assert await watch.next() == (5, seen(5000))
+        assert await watch.next(9) == [(5, seen(5000))]
 
     run(test)
 

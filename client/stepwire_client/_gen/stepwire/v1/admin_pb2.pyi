@@ -184,16 +184,20 @@ class WatchStepsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_STEPS_FIELD_NUMBER: _builtins.int
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
     max_steps: _builtins.int
     """0: until cancelled."""
+    interval_ms: _builtins.int
+    """0: one message for each step; else at most one in this time, with all its steps."""
     def __init__(
         self,
         *,
         max_steps: _builtins.int = ...,
+        interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_steps", b"max_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms", "max_steps", b"max_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,6 +221,13 @@ class WatchStepsResponse(_message.Message):
     DEVICE_NS_FIELD_NUMBER: _builtins.int
     DEVICE_IDLE_NS_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    ADMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    EARLIER_FIELD_NUMBER: _builtins.int
     executor: _builtins.str
     epoch: _builtins.int
     step_id: _builtins.int
@@ -224,7 +235,9 @@ class WatchStepsResponse(_message.Message):
     prefill_tokens: _builtins.int
     num_sequences: _builtins.int
     waiting: _builtins.int
+    """when the step was planned, as are the other counts that are not of the step."""
     free_blocks: _builtins.int
+    """neither used nor in limbo; cached free blocks count."""
     bucket: _builtins.int
     planned_ns: _builtins.int
     """scheduler monotonic."""
@@ -236,6 +249,22 @@ class WatchStepsResponse(_message.Message):
     """length of the gap before it."""
     skipped: _builtins.int
     """steps this reader lost just before this one."""
+    running: _builtins.int
+    """sequences that hold a row."""
+    num_blocks: _builtins.int
+    """all the executor has."""
+    preemptions: _builtins.int
+    """of this executor's sequences since start, as of the result."""
+    admitted_tokens: _builtins.int
+    """known tokens of the sequences that got their row in this step,"""
+    cached_tokens: _builtins.int
+    """and how many of those the prefix cache held."""
+    generated_tokens: _builtins.int
+    """delivered; less than sampled where a sequence turned out to have ended."""
+    @_builtins.property
+    def earlier(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchStepsResponse]:
+        """With interval_ms: the steps before this one that were not sent yet, oldest first."""
+
     def __init__(
         self,
         *,
@@ -253,10 +282,17 @@ class WatchStepsResponse(_message.Message):
         device_ns: _builtins.int = ...,
         device_idle_ns: _builtins.int = ...,
         skipped: _builtins.int = ...,
+        running: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        admitted_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        earlier: _abc.Iterable[Global___WatchStepsResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "decode_tokens", b"decode_tokens", "device_idle_ns", b"device_idle_ns", "device_ns", b"device_ns", "epoch", b"epoch", "executor", b"executor", "free_blocks", b"free_blocks", "num_sequences", b"num_sequences", "planned_ns", b"planned_ns", "prefill_tokens", b"prefill_tokens", "result_ns", b"result_ns", "skipped", b"skipped", "step_id", b"step_id", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_tokens", b"admitted_tokens", "bucket", b"bucket", "cached_tokens", b"cached_tokens", "decode_tokens", b"decode_tokens", "device_idle_ns", b"device_idle_ns", "device_ns", b"device_ns", "earlier", b"earlier", "epoch", b"epoch", "executor", b"executor", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "planned_ns", b"planned_ns", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "result_ns", b"result_ns", "running", b"running", "skipped", b"skipped", "step_id", b"step_id", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
