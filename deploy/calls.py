@@ -28,11 +28,34 @@ def completion_json(answer: Completion) -> dict[str, Any]:
 
 
 def generate(client: Client, prompt: str, options: GenerateOptions, deadline: float | None, as_json: bool) -> None:
+    if options.get("n", 1) != 1:
+        generate_choices(client, prompt, options, deadline, as_json)
+        return
     if as_json:
         print_json(completion_json(client.complete(prompt, deadline=deadline, **options)))
         return
     with client.generate(prompt, deadline=deadline, **options) as stream:
         stream_answer(stream)
+
+
+def generate_choices(
+    client: Client, prompt: str, options: GenerateOptions, deadline: float | None, as_json: bool
+) -> None:
+    """Several answers, in the order in which they end."""
+    with client.generate(prompt, stream=False, deadline=deadline, **options) as stream:
+        for answer in stream.choices():
+            if as_json:
+                print_json(completion_json(answer))
+            else:
+                write_answer(f"[{answer.index}] {answer.text}\n")
+
+
+def reset_prefix_cache(client: Client, as_json: bool) -> None:
+    reset = client.reset_prefix_cache(deadline=10)
+    if as_json:
+        print_json(dataclasses.asdict(reset))
+    else:
+        print(f"{reset.dropped_blocks} idle blocks dropped, {reset.forgotten_blocks} in use forgotten")
 
 
 def stream_answer(stream: Generation) -> str:

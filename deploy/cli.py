@@ -75,6 +75,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="the text to continue; -: read it from standard input")],
     connection: Connection,
     generating: Generating,
+    n: Annotated[int, typer.Option(help="answers wanted: each is printed, or is a line of JSON, when it ends")] = 1,
     json: Json = False,
 ) -> None:
     """Continue a text, streaming to the terminal."""
@@ -82,7 +83,10 @@ def generate(
 
     with connection.client() as client:
         text = sys.stdin.read() if prompt == "-" else prompt
-        calls.generate(client, text, generating.options(), generating.deadline, json)
+        options = generating.options()
+        if n != 1:
+            options["n"] = n
+        calls.generate(client, text, options, generating.deadline, json)
 
 
 @app.command()
@@ -112,6 +116,16 @@ def info(connection: Connection, json: Json = False) -> None:
 
     with connection.client() as client:
         calls.info(client, json)
+
+
+@app.command()
+@grouped
+def reset_prefix_cache(connection: Connection, json: Json = False) -> None:
+    """Let no request find anything in the prefix cache that was computed before."""
+    from deploy import calls
+
+    with connection.client() as client:
+        calls.reset_prefix_cache(client, json)
 
 
 # ----------------------------------------------------------------------------------------------------------- models

@@ -20,6 +20,7 @@ from stepwire_client.errors import (
 )
 from stepwire_client.options import Retry, Tls
 from stepwire_client.types import (
+    CacheReset,
     Completion,
     Delta,
     Event,
@@ -43,8 +44,8 @@ from stepwire_client.types import (
 )
 
 __all__ = [
-    "AlreadyExists", "AsyncClient", "AsyncGeneration", "AsyncStream", "BrokenStream", "Cancelled", "Client",
-    "Completion", "DeadlineExceeded", "Delta", "Event", "ExecutorStats", "FailedPrecondition", "FinishReason",
+    "AlreadyExists", "AsyncClient", "AsyncGeneration", "AsyncStream", "BrokenStream", "CacheReset", "Cancelled",
+    "Client", "Completion", "DeadlineExceeded", "Delta", "Event", "ExecutorStats", "FailedPrecondition", "FinishReason",
     "Finished", "GenerateOptions", "Generation", "Health", "Internal", "InvalidArgument", "Message", "ModelInfo",
     "NotFound", "NotImplementedByServer", "PermissionDenied", "Prompt", "RawLogits", "ResourceExhausted", "Retry",
     "Sampling", "Started", "Stats", "Step", "StepwireError", "Stream", "Tls", "TokenLogprobs", "Tokens",

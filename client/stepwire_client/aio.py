@@ -24,6 +24,7 @@ from stepwire_client.options import (
 from stepwire_client.requests import (
     ChatMessages,
     EventReader,
+    add_event,
     chat_input,
     completion,
     generate_request,
@@ -31,6 +32,7 @@ from stepwire_client.requests import (
     health_status,
 )
 from stepwire_client.types import (
+    CacheReset,
     Completion,
     Delta,
     Event,
@@ -134,7 +136,8 @@ class AsyncStream(Generic[T]):
 
 
 class AsyncGeneration(AsyncStream[Event]):
-    """The events of one request: Started, then Deltas, last Finished."""
+    """The events of one request: Started, then Deltas, last Finished. With n > 1 so for each choice, by `index`; the
+    choices' Started come first, the rest interleaved."""
 
     async def texts(self) -> AsyncIterator[str]:
         """Only the text, as it comes."""
@@ -143,8 +146,19 @@ class AsyncGeneration(AsyncStream[Event]):
                 yield event.text
 
     async def completion(self) -> Completion:
-        """Reads to the end and returns all of it."""
+        """Reads to the end and returns all of it. Raises ValueError where n is above 1."""
         return completion([event async for event in self])
+
+    async def choices(self) -> AsyncIterator[Completion]:
+        """Each choice's whole answer when it has ended."""
+        events: dict[int, list[Event]] = {}
+        async for event in self:
+            if (answer := add_event(events, event)) is not None:
+                yield answer
+
+    async def completions(self) -> tuple[Completion, ...]:
+        """Reads to the end and returns all of it, by choice."""
+        return tuple(sorted([answer async for answer in self.choices()], key=lambda answer: answer.index))
 
 
 class AsyncClient:
@@ -230,6 +244,21 @@ class AsyncClient:
         async with self.generate(text, token_ids=token_ids, stream=False, deadline=deadline, **options) as generation:
             return await generation.completion()
 
+    async def completions(
+        self,
+        text: str | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        token_ids: Sequence[int] | None = None,
+        deadline: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[Completion, ...]:
+        """The whole answers of a request with `n`, by choice."""
+        async with self.generate(
+            text, messages=messages, token_ids=token_ids, stream=False, deadline=deadline, **options
+        ) as generation:
+            return await generation.completions()
+
     async def chat(
         self, messages: ChatMessages, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
@@ -303,6 +332,14 @@ class AsyncClient:
             return self._admin[next(self._turn)].WatchSteps(request, timeout=timeout, metadata=self._metadata)
 
         return AsyncStream(start, decode_steps, lambda: None, deadline, self._retry)
+
+    async def reset_prefix_cache(self, *, deadline: float | None = None) -> CacheReset:
+        """From now on no request finds anything in the prefix cache that was computed before."""
+        request = admin_pb2.ResetPrefixCacheRequest()
+        answer: admin_pb2.ResetPrefixCacheResponse = await self._call(
+            lambda i: self._admin[i].ResetPrefixCache, request, deadline
+        )
+        return CacheReset(answer.dropped_blocks, answer.forgotten_blocks)
 
     async def drain(self, deadline_ms: int = 0) -> int:
         """Stops admission and waits for running requests. Returns how many the deadline (0: configured) ended."""

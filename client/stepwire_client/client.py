@@ -23,6 +23,7 @@ from stepwire_client.options import (
 from stepwire_client.requests import (
     ChatMessages,
     EventReader,
+    add_event,
     chat_input,
     completion,
     generate_request,
@@ -30,6 +31,7 @@ from stepwire_client.requests import (
     health_status,
 )
 from stepwire_client.types import (
+    CacheReset,
     Completion,
     Delta,
     Event,
@@ -123,7 +125,8 @@ class Stream(Generic[T]):
 
 
 class Generation(Stream[Event]):
-    """The events of one request: Started, then Deltas, last Finished."""
+    """The events of one request: Started, then Deltas, last Finished. With n > 1 so for each choice, by `index`; the
+    choices' Started come first, the rest interleaved."""
 
     def texts(self) -> Iterator[str]:
         """Only the text, as it comes."""
@@ -132,8 +135,19 @@ class Generation(Stream[Event]):
                 yield event.text
 
     def completion(self) -> Completion:
-        """Reads to the end and returns all of it."""
+        """Reads to the end and returns all of it. Raises ValueError where n is above 1."""
         return completion(list(self))
+
+    def choices(self) -> Iterator[Completion]:
+        """Each choice's whole answer when it has ended."""
+        events: dict[int, list[Event]] = {}
+        for event in self:
+            if (answer := add_event(events, event)) is not None:
+                yield answer
+
+    def completions(self) -> tuple[Completion, ...]:
+        """Reads to the end and returns all of it, by choice."""
+        return tuple(sorted(self.choices(), key=lambda answer: answer.index))
 
 
 class Client:
@@ -222,6 +236,21 @@ class Client:
         with self.generate(text, token_ids=token_ids, stream=False, deadline=deadline, **options) as generation:
             return generation.completion()
 
+    def completions(
+        self,
+        text: str | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        token_ids: Sequence[int] | None = None,
+        deadline: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[Completion, ...]:
+        """The whole answers of a request with `n`, by choice."""
+        with self.generate(
+            text, messages=messages, token_ids=token_ids, stream=False, deadline=deadline, **options
+        ) as generation:
+            return generation.completions()
+
     def chat(
         self, messages: ChatMessages, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
@@ -289,6 +318,12 @@ class Client:
             return self._admin[next(self._turn)].WatchSteps(request, timeout=timeout, metadata=self._metadata)
 
         return Stream(start, decode_steps, lambda: None, deadline, self._retry)
+
+    def reset_prefix_cache(self, *, deadline: float | None = None) -> CacheReset:
+        """From now on no request finds anything in the prefix cache that was computed before."""
+        request = admin_pb2.ResetPrefixCacheRequest()
+        answer = self._call(lambda i: self._admin[i].ResetPrefixCache, request, deadline)
+        return CacheReset(answer.dropped_blocks, answer.forgotten_blocks)
 
     def drain(self, deadline_ms: int = 0) -> int:
         """Stops admission and waits for running requests. Returns how many the deadline (0: configured) ended."""

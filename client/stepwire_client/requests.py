@@ -27,7 +27,7 @@ _SAMPLING = (
 )  # fmt: skip
 _STOP = ("max_tokens", "min_tokens", "stop_token_ids", "stop_strings", "ignore_eos")
 _OUTPUT = ("logprobs", "raw_logits", "prompt_logprobs", "detokenize")
-_REQUEST = ("model", "request_id", "priority", "cache_salt")
+_REQUEST = ("model", "request_id", "priority", "cache_salt", "n")
 _CHAT = ("template", "add_generation_prompt")
 
 
@@ -84,27 +84,42 @@ class EventReader:
     """Turns the messages of one Generate stream into events. Owned by one stream."""
 
     def __init__(self) -> None:
-        self._finished = False
+        self._started: set[int] = set()
+        self._finished: set[int] = set()
 
     def feed(self, message: pb.GenerateResponse) -> list[Event]:
         events: list[Event] = []
         if message.HasField("started"):
-            events.append(decode_started(message.started))
+            events.append(decode_started(message.started, message.index))
+            self._started.add(message.index)
         if message.HasField("delta"):
-            events.append(decode_delta(message.delta))
+            events.append(decode_delta(message.delta, message.index))
         if message.HasField("finished"):
-            events.append(decode_finished(message.finished))
-            self._finished = True
+            events.append(decode_finished(message.finished, message.index))
+            self._finished.add(message.index)
         return events
 
     def end(self) -> None:
-        """The stream ended with status OK. Raises BrokenStream when no finish came before."""
-        if not self._finished:
+        """The stream ended with status OK. Raises BrokenStream when a choice's finish did not come before."""
+        if not self._finished or self._started - self._finished:
             raise BrokenStream("the stream ended without a finish reason", reason="BROKEN_STREAM")
 
 
+def add_event(events: dict[int, list[Event]], event: Event) -> Completion | None:
+    """Books an event of several choices in `events`. Returns its choice's answer when it was the last of that.
+
+    Raises BrokenStream when the first is missing.
+    """
+    own = events.setdefault(event.index, [])
+    own.append(event)
+    return completion(events.pop(event.index)) if isinstance(event, Finished) else None
+
+
 def completion(events: Sequence[Event]) -> Completion:
-    """One answer from all its events. Raises BrokenStream when the first or last is missing."""
+    """One answer from all its events. Raises BrokenStream when the first or last is missing, ValueError when they are
+    of several choices."""
+    if any(event.index != events[0].index for event in events):
+        raise ValueError("with n > 1 there are several answers: ask for completions()")
     started = next((e for e in events if isinstance(e, Started)), None)
     finished = next((e for e in events if isinstance(e, Finished)), None)
     if started is None or finished is None:
@@ -122,6 +137,7 @@ def completion(events: Sequence[Event]) -> Completion:
         logprobs=tuple(p for d in deltas for p in d.logprobs),
         raw_logits=tuple(r for d in deltas for r in d.raw_logits),
         prompt_logprobs=tuple(p for d in deltas for p in d.prompt_logprobs),
+        index=started.index,
     )
 
 

@@ -71,11 +71,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event: the request was accepted."""
+    """The first event: the request was accepted. One for each choice; with choice `index`'s seed, n = 1 gives it."""
 
     request_id: str
     prompt_tokens: int
     seed: int
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +88,18 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     raw_logits: tuple[RawLogits, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event."""
+    """The last event of its choice."""
 
     reason: FinishReason
     usage: Usage
     stop_token_id: int | None = None
     stop_string: str | None = None
+    index: int = 0
 
 
 Event = Started | Delta | Finished
@@ -104,7 +107,7 @@ Event = Started | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer; `index`: which of the request's choices."""
 
     request_id: str
     text: str
@@ -117,6 +120,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     raw_logits: tuple[RawLogits, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,11 @@ class Stats:
     waiting: int
     running: int
     spans_dropped: int
+    cache_queried_tokens: int
+    cache_hit_tokens: int
+    readmitted_tokens: int
+    readmitted_hit_tokens: int
+    forked_tokens: int
     executors: tuple[ExecutorStats, ...]
 
 
@@ -230,9 +239,18 @@ class Step:
     generated_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What the prefix cache held: `dropped_blocks` were idle and are free now, `forgotten_blocks` are in use."""
+
+    dropped_blocks: int
+    forgotten_blocks: int
+
+
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of every generating call. What is not given takes the model's default, else the server's."""
 
+    n: int
     model: str
     request_id: str
     priority: int
@@ -275,27 +293,29 @@ _REASONS = {
 }
 
 
-def decode_started(message: inference_pb2.Started) -> Started:
-    return Started(message.request_id, message.prompt_tokens, message.seed)
+def decode_started(message: inference_pb2.Started, index: int) -> Started:
+    return Started(message.request_id, message.prompt_tokens, message.seed, index)
 
 
-def decode_delta(message: inference_pb2.Delta) -> Delta:
+def decode_delta(message: inference_pb2.Delta, index: int) -> Delta:
     return Delta(
         text=message.text,
         token_ids=tuple(message.token_ids),
         logprobs=_logprobs(message.logprobs),
         raw_logits=tuple(RawLogits(r.position, r.data) for r in message.raw_logits),
         prompt_logprobs=_logprobs(message.prompt_logprobs),
+        index=index,
     )
 
 
-def decode_finished(message: inference_pb2.Finished) -> Finished:
+def decode_finished(message: inference_pb2.Finished, index: int) -> Finished:
     usage = message.usage
     return Finished(
         reason=_REASONS.get(message.reason, FinishReason.UNKNOWN),
         usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         stop_string=message.stop_string if message.HasField("stop_string") else None,
+        index=index,
     )
 
 

@@ -1,7 +1,7 @@
 """One request from its call's point of view: what Inference.Generate and VllmEngine.Generate have in common."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from common.errors import DeadlinePassed, Draining, RequestAborted, StepwireError, Unavailable
 from common.messages import U32
@@ -17,12 +17,13 @@ from scheduler_svc.api.request_tracer import (
 )
 from scheduler_svc.api.served_model import ServedModel, TextTokenizer
 from scheduler_svc.api.status import Metadata
-from scheduler_svc.api.stream import RequestStream
+from scheduler_svc.api.stream import Choices, RequestStream
 from scheduler_svc.api.validation import Limits, ValidRequest, validate
 from scheduler_svc.api.worker import ApiWorker
-from scheduler_svc.messages import Submit
+from scheduler_svc.choice_seed import choice_seed
+from scheduler_svc.messages import Child, Submit
 from scheduler_svc.text_cursor import TextCursor
-from scheduler_svc.token_stream import Piece, StreamLimits, StreamWants, TokenStream
+from scheduler_svc.token_stream import Completion, Piece, StreamLimits, StreamWants, TokenStream
 from stepwire.v1 import inference_pb2 as pb
 
 
@@ -41,30 +42,38 @@ class ActiveRequest:
         self.valid = valid
         self._worker = worker
         self._tracer = tracer
-        self._stream: RequestStream | None = None
-        self._end_attributes: Mapping[str, AttributeValue] = {}
+        self._streams: list[RequestStream] = []
+        self._choices: Choices | None = None
+        self._completions: list[Completion] = []
         self._error: StepwireError | None = RequestAborted("the caller went away")
         self._closed = False
         self._seen_token = False
         self._handle = tracer.on_request(submit, attributes)
 
-    async def start(self, state: TokenStream) -> None:
-        """Returns when the core accepted the request. Raises what it was refused with."""
-        self._stream = self._worker.open(self.submit, state)
-        await self._worker.wait_accepted(self._stream)
+    async def start(self, states: Sequence[TokenStream]) -> None:
+        """Returns when the core accepted the request. Raises what it was refused with. `states`: by choice."""
+        self._streams = self._worker.open(self.submit, states)
+        self._choices = Choices(self._streams)
+        await self._worker.wait_accepted(self._streams)
 
-    async def next(self) -> Piece:
-        """The next piece. Raises the StepwireError the request ended with."""
-        assert self._stream is not None
-        piece = await self._stream.next()
+    @property
+    def finished(self) -> bool:
+        """The last piece of every choice was taken."""
+        return self._choices is not None and self._choices.finished
+
+    async def next(self) -> tuple[int, Piece]:
+        """The next piece and whose it is. Raises the StepwireError the request ended with."""
+        assert self._choices is not None
+        index, piece = await self._choices.next()
         if not self._seen_token and piece.token_ids:
             self._seen_token = True
             elapsed_ns = self._worker.clock.monotonic_ns() - self.submit.arrival_ns
             self._tracer.on_first_token(self._handle, elapsed_ns / 1e9)
         if piece.completion is not None:
-            self._end_attributes = completion_attributes(piece.completion)
-            self._error = None
-        return piece
+            self._completions.append(piece.completion)
+            if self.finished:
+                self._error = None
+        return index, piece
 
     def failed(self, error: StepwireError) -> None:
         self._error = error
@@ -74,9 +83,9 @@ class ActiveRequest:
         if self._closed:
             return
         self._closed = True
-        if self._stream is not None:
-            self._worker.close(self._stream)
-        self._tracer.on_end(self._handle, self._end_attributes, self._error)
+        for stream in self._streams:
+            self._worker.close(stream)
+        self._tracer.on_end(self._handle, completion_attributes(self._completions), self._error)
 
 
 class Generation:
@@ -137,6 +146,7 @@ class Generation:
         model.check_name(request.model)
         valid = validate(request, model.defaults, limits)
         prompt = await self._prompts.read(request, limits)
+        seed = valid.sampling.seed
         submit = Submit(
             key=self._worker.next_key(),
             request_id=valid.request_id,
@@ -148,20 +158,21 @@ class Generation:
             cache_salt=valid.cache_salt,
             deadline_ns=deadline_ns,
             trace_context=trace,
+            children=tuple(Child(self._worker.next_key(), choice_seed(seed, i)) for i in range(1, valid.num_choices)),
         )
         operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
         attributes = request_attributes(submit, model.name, operation)
         active = ActiveRequest(self._worker, self._tracer, submit, valid, attributes)
         on_done(context, active.close)
         try:
-            await active.start(self._new_stream(valid, prompt, limits))
+            await active.start([self._new_stream(valid, prompt, limits, i) for i in range(valid.num_choices)])
         except StepwireError as error:
             active.failed(error)
             active.close()
             raise
         return active
 
-    def _new_stream(self, valid: ValidRequest, prompt: U32, limits: Limits) -> TokenStream:
+    def _new_stream(self, valid: ValidRequest, prompt: U32, limits: Limits, index: int) -> TokenStream:
         cursor = None
         if valid.detokenize and self._tokenizer is not None:
             decoder = self._tokenizer.decoder(prompt)
@@ -171,7 +182,7 @@ class Generation:
             cursor=cursor,
             vocab_size=limits.vocab_size,
             num_logprobs=valid.sampling.num_logprobs,
-            num_prompt_logprobs=valid.sampling.num_prompt_logprobs,
+            num_prompt_logprobs=0 if index else valid.sampling.num_prompt_logprobs,
             raw_logits=valid.raw_logits,
         )
         return TokenStream(wants, self._stream_limits)

@@ -20,7 +20,8 @@ MAX_DETOKENIZE_IDS: Final = 1_000_000
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Every accepted Generate ends in exactly one `finished` or a non-OK status; however it ends, its work ends too."""
+    """Every accepted Generate ends in exactly one `finished` for each choice or a non-OK status; however it ends, its
+    work ends too."""
 
     def __init__(self, generation: Generation, prompts: PromptReader, worker: ApiWorker, version: str) -> None:
         self._generation = generation
@@ -34,20 +35,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with only_stepwire_errors():
                 active = await self._generation.accept(request, context, trace)
-                message = pb.GenerateResponse(started=started(active.submit))
+                messages = started(active.submit)  # by choice
                 if active.valid.stream:
-                    yield message
-                finished = False
-                while not finished:
-                    if active.valid.stream:
-                        message = pb.GenerateResponse()
-                    piece = await active.next()
+                    for message in messages:
+                        yield message
+                while not active.finished:
+                    index, piece = await active.next()
+                    message = pb.GenerateResponse(index=index) if active.valid.stream else messages[index]
                     add_piece(message, piece)
                     if piece.completion is not None:
-                        finished = True
                         add_completion(message, piece.completion)
+                    if active.finished:
                         active.close()
-                    if active.valid.stream or finished:
+                    if active.valid.stream or piece.completion is not None:
                         yield message
         except StepwireError as error:
             if active is not None:

@@ -81,17 +81,22 @@ def request_attributes(request: Submit, model: str, operation: str = "text_compl
         "gen_ai.response.id": request.request_id,
         "stepwire.prompt_tokens": len(request.prompt),
     }
+    if request.children:
+        attributes["gen_ai.request.choice.count"] = 1 + len(request.children)
     if sampling.max_tokens:
         attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
     return attributes
 
 
-def completion_attributes(completion: Completion) -> dict[str, AttributeValue]:
+def completion_attributes(completions: Sequence[Completion]) -> dict[str, AttributeValue]:
+    """Of the choices that finished, in this order; of their one prompt what the first computed."""
+    if not completions:
+        return {}
     return {
-        "gen_ai.usage.input_tokens": completion.prompt_tokens,
-        "gen_ai.usage.output_tokens": completion.completion_tokens,
-        "gen_ai.response.finish_reasons": (completion.reason.name.lower(),),
-        "stepwire.cached_tokens": completion.cached_tokens,
+        "gen_ai.usage.input_tokens": completions[0].prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(completion.completion_tokens for completion in completions),
+        "gen_ai.response.finish_reasons": tuple(completion.reason.name.lower() for completion in completions),
+        "stepwire.cached_tokens": min(completion.cached_tokens for completion in completions),
     }
 
 

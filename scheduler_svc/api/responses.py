@@ -5,8 +5,14 @@ from scheduler_svc.token_stream import Completion, Piece
 from stepwire.v1 import inference_pb2 as pb
 
 
-def started(request: Submit) -> pb.Started:
-    return pb.Started(request_id=request.request_id, prompt_tokens=len(request.prompt), seed=request.sampling.seed)
+def started(request: Submit) -> list[pb.GenerateResponse]:
+    """The first message of each choice."""
+    seeds = (request.sampling.seed, *(child.seed for child in request.children))
+    first = pb.Started(request_id=request.request_id, prompt_tokens=len(request.prompt))
+    messages = [pb.GenerateResponse(started=first, index=index) for index in range(len(seeds))]
+    for message, seed in zip(messages, seeds, strict=True):
+        message.started.seed = seed
+    return messages
 
 
 def add_piece(message: pb.GenerateResponse, piece: Piece) -> None:

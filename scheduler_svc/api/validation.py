@@ -23,6 +23,7 @@ MAX_REQUEST_ID_BYTES: Final = 128
 MAX_CACHE_SALT_BYTES: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_STOP_IDS: Final = 64
+MAX_CHOICES: Final = 64
 MAX_LISTED_IDS: Final = 1_000_000
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
@@ -54,6 +55,7 @@ class ValidRequest:
     request_id: str
     sampling: Sampling
     stop_strings: tuple[str, ...]
+    num_choices: int
     stream: bool
     detokenize: bool
     raw_logits: bool
@@ -81,6 +83,7 @@ def validate(request: pb.GenerateRequest, defaults: SamplingDefaults, limits: Li
         request_id=request_id(request.request_id),
         sampling=sampling,
         stop_strings=_stop_strings(request.stop.stop_strings, detokenize, limits),
+        num_choices=_num_choices(request),
         stream=stream,
         detokenize=detokenize,
         raw_logits=raw_logits,
@@ -102,6 +105,14 @@ def request_id(asked: str) -> str:
     if not all("!" <= character <= "~" for character in asked):
         raise InvalidInput("request_id may hold printable ASCII without spaces only", field="request_id")
     return asked
+
+
+def _num_choices(request: pb.GenerateRequest) -> int:
+    number = request.n if request.HasField("n") else 1
+    if not 1 <= number <= MAX_CHOICES:
+        limit = f"[1, {MAX_CHOICES}]"
+        raise InvalidInput(f"n is {number}, it must be in {limit}", field="n", limit=limit)
+    return number
 
 
 def resolve_sampling(request: pb.GenerateRequest, defaults: SamplingDefaults, limits: Limits) -> Sampling:

@@ -1,9 +1,9 @@
 """vllm.grpc.engine.VllmEngine over the same worker, so that the SMG gateway can put an HTTP API in front.
 
-Token ids come in and go out; the gateway tokenises and detokenises. What Stepwire does not have (several samples,
-grammars, images, embeddings, KV transfer, profiling) is answered with UNIMPLEMENTED, never ignored. Streams follow
-what the gateway expects of vLLM: chunks carry new tokens and count only these; a `complete` message ends the stream,
-with the last tokens again when it streamed, else with all.
+Token ids come in and go out; the gateway tokenises and detokenises. What Stepwire does not have (grammars, images,
+embeddings, KV transfer, profiling) is answered with UNIMPLEMENTED, never ignored. Streams follow what the gateway
+expects of vLLM: chunks carry new tokens and count only these; a `complete` message ends each choice, with the last
+tokens again when it streamed, else with all.
 """
 
 import asyncio
@@ -50,21 +50,22 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         try:
             with only_stepwire_errors():
                 active = await self._generation.accept(to_stepwire(request), context, trace)
-                whole = Piece()
-                completion = None
+                wholes = [Piece() for _ in range(active.valid.num_choices)]
                 first = True
-                while completion is None:
-                    piece = await active.next()
-                    completion = piece.completion
+                while not active.finished:
+                    index, piece = await active.next()
                     if request.stream:
                         if piece.token_ids or piece.prompt_logprobs:
-                            yield vllm.GenerateResponse(chunk=chunk(active, piece, first))
+                            yield vllm.GenerateResponse(chunk=chunk(active, index, piece, first))
                         first = first and not piece.prompt_logprobs
-                        whole = piece
+                        wholes[index] = piece
                     else:
-                        append(whole, piece)
-                active.close()
-                yield vllm.GenerateResponse(complete=complete(active, whole, completion))
+                        append(wholes[index], piece)
+                    if active.finished:
+                        active.close()
+                    if piece.completion is not None:
+                        message = complete(active, index, wholes[index], piece.completion)
+                        yield vllm.GenerateResponse(complete=message)
         except StepwireError as error:
             if active is not None:
                 active.failed(error)
@@ -141,7 +142,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             max_total_num_tokens=total * block_size,
             token_usage=usage,
             utilization=usage,
-            cache_hit_rate=stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+            cache_hit_rate=stats.cache_hit_tokens / max(1, stats.cache_queried_tokens),
             max_running_requests=info.max_num_seqs if info else 0,
         )
         seconds = self._worker.clock.wall_ns() / 1e9
@@ -151,8 +152,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Embed(self, request: Any, context: Context) -> NoReturn:
         await abort(context, NotSupported("Stepwire computes no embeddings"))
 
-    async def FlushCache(self, request: Any, context: Context) -> NoReturn:
-        await abort(context, NotSupported("Stepwire has no call that empties its prefix cache"))
+    async def FlushCache(self, request: Any, context: Context) -> Any:
+        """Admin.ResetPrefixCache: nothing has to stop for it, so there is nothing to wait for either."""
+        answer = await answered(context, self._worker.reset_prefix_cache())
+        message = f"{answer.dropped} blocks dropped, {answer.forgotten} in use forgotten"
+        return common_pb2.FlushCacheResponse(success=True, message=message)
 
     async def StartProfile(self, request: Any, context: Context) -> NoReturn:
         await abort(context, NotSupported("Stepwire's timelines are OpenTelemetry traces; there is no profiler call"))

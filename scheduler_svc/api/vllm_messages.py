@@ -68,6 +68,7 @@ def to_stepwire(request: Any) -> pb.GenerateRequest:
             detokenize=bool(params.stop),
         ),
         stream=request.stream,
+        n=params.n or 1,
     )
     if request.WhichOneof("input") == "tokenized":
         converted.token_ids.ids.extend(request.tokenized.input_ids)
@@ -93,7 +94,6 @@ def _refuse_unsupported(request: Any, params: Any) -> None:
         "kv_transfer_params": request.HasField("kv_transfer_params"),
         "kv_transfer_params_json": request.HasField("kv_transfer_params_json"),
         "data_parallel_rank": request.data_parallel_rank > 0,
-        "sampling_params.n": params.n > 1,
         "sampling_params.truncate_prompt_tokens": params.HasField("truncate_prompt_tokens"),
         f"sampling_params.{params.WhichOneof('constraint')}": params.WhichOneof("constraint") is not None,
     }
@@ -108,8 +108,9 @@ def append(whole: Piece, piece: Piece) -> None:
     whole.prompt_logprobs += piece.prompt_logprobs
 
 
-def chunk(active: ActiveRequest, piece: Piece, first: bool) -> Any:
+def chunk(active: ActiveRequest, index: int, piece: Piece, first: bool) -> Any:
     return vllm.GenerateStreamChunk(
+        index=index,
         token_ids=piece.token_ids,
         prompt_tokens=len(active.submit.prompt),
         completion_tokens=len(piece.token_ids),
@@ -118,8 +119,9 @@ def chunk(active: ActiveRequest, piece: Piece, first: bool) -> Any:
     )
 
 
-def complete(active: ActiveRequest, piece: Piece, completion: Completion) -> Any:
+def complete(active: ActiveRequest, index: int, piece: Piece, completion: Completion) -> Any:
     message = vllm.GenerateComplete(
+        index=index,
         output_ids=piece.token_ids,
         finish_reason="length" if completion.reason in _LENGTH else "stop",
         prompt_tokens=completion.prompt_tokens,

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
 from common.clock import Clock
 from common.errors import DeadlinePassed, Unavailable
-from scheduler_svc.api.stream import RequestStream
+from scheduler_svc.api.stream import Bell, RequestStream
 from scheduler_svc.messages import (
     WORKER_SHIFT,
     Abort,
@@ -126,23 +126,32 @@ class ApiWorker:
         self._next_key += 1
         return self._next_key
 
-    def open(self, request: Submit, state: TokenStream) -> RequestStream:
+    def open(self, request: Submit, states: Sequence[TokenStream]) -> list[RequestStream]:
         """Sends the request without waiting for the core's answer. Raises Overloaded when the core is too far behind.
 
-        The stream must come to `close`, whatever happens.
+        `states`: one for each choice, as the streams returned, each of which must come to `close`, whatever happens.
         """
-        stream = RequestStream(request.key, state, request.deadline_ns)
         self._port.send(request)
-        self._streams[request.key] = stream
-        return stream
+        keys = (request.key, *(child.key for child in request.children))
+        bell = Bell()
+        streams = [
+            RequestStream(key, state, request.deadline_ns, bell) for key, state in zip(keys, states, strict=True)
+        ]
+        self._streams.update((stream.key, stream) for stream in streams)
+        return streams
 
-    async def wait_accepted(self, stream: RequestStream) -> None:
-        """Returns when the core accepted. Raises the error it refused with."""
+    async def wait_accepted(self, streams: Sequence[RequestStream]) -> None:
+        """Returns when the core accepted what `open` sent. Raises the error it refused with."""
+        first = streams[0]  # the answer is for all
         try:
             async with asyncio.timeout(self._answer_timeout_s):
-                await stream.wait_accepted()
+                await first.wait_accepted()
         except TimeoutError:
             raise Unavailable("the scheduler's core does not answer") from None
+        finally:
+            if first.core_done and not first.accepted:  # refused: there is nothing to cancel
+                for stream in streams:
+                    stream.core_done = True
 
     def close(self, stream: RequestStream) -> None:
         """Ends the work if it is not over. Idempotent; every opened stream must come here."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from common.clock import SystemClock
 from common.messages import Hello, Sampling, Welcome, u32
 from executor_svc.step_executor import PendingStep, StepExecutor
+from scheduler_svc.choice_seed import choice_seed
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.messages import FinishReason, Submit
+from scheduler_svc.messages import Child, FinishReason, Submit
 
 MAX_STEPS = 20_000
 
@@ -37,8 +38,10 @@ def generate(
     prefill_chunk: int = 0,
     prefix_cache: bool = True,
     lose_executor_after: int = 0,
+    num_choices: int = 1,
 ) -> Generation:
-    """Runs every request, at most `at_once` live ones at a time, in order.
+    """Runs every request, at most `at_once` live ones at a time, in order. `num_choices`: of each request; the tokens
+    of all choices of the first come first.
 
     `lose_executor_after` n: after n steps the stream breaks with steps in flight, and the executor comes back with an
     empty cache. `executor` must be drained; it is left drained.
@@ -68,25 +71,28 @@ def generate(
         assert not core.executor_up(executor_id, start.epoch, welcome, clock.monotonic_ns())
 
     connect()
-    out: list[list[int]] = [[] for _ in requests]
+    out: list[list[int]] = [[] for _ in range(len(requests) * num_choices)]
     done = 0
     queued = deque(range(len(requests)))
     in_flight: deque[PendingStep] = deque()
     steps = most = live = 0
-    while done < len(requests):
+    while done < len(out):
         while queued and live < at_once:
             i = queued.popleft()
             core.submit(
                 Submit(
-                    key=i,
+                    key=i * num_choices,
                     request_id=f"r{i}",
                     prompt=u32(requests[i][0]),
                     sampling=requests[i][1],
                     arrival_ns=clock.monotonic_ns(),
+                    children=tuple(
+                        Child(i * num_choices + k, choice_seed(requests[i][1].seed, k)) for k in range(1, num_choices)
+                    ),
                 ),
                 clock.monotonic_ns(),
             )
-            live += 1
+            live += num_choices
         while len(in_flight) < depth and core.can_schedule(executor_id):
             record = core.schedule(executor_id, clock.monotonic_ns())
             if record is None:

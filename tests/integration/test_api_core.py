@@ -59,7 +59,11 @@ class Whole:
 
     engine: EngineLoop
     worker: ApiWorker
-    stub: Any
+    channel: grpc.aio.Channel
+
+    @property
+    def stub(self) -> Any:
+        return inference_pb2_grpc.InferenceStub(self.channel)
 
     def executor(self) -> ExecutorStats:
         return self.engine.stats().executors[0]
@@ -99,7 +103,7 @@ async def whole(
     engine.start()
     try:
         await until(lambda: worker.state.ready)
-        yield Whole(engine, worker, inference_pb2_grpc.InferenceStub(channel))
+        yield Whole(engine, worker, channel)
     finally:
         await channel.close()
         await server.stop()
@@ -107,7 +111,7 @@ async def whole(
         assert not engine.failed.done(), engine.failed.result()
 
 
-def request(seed: int = 1, prompt: Sequence[int] = PROMPT, **fields: Message) -> pb.GenerateRequest:
+def request(seed: int = 1, prompt: Sequence[int] = PROMPT, **fields: Message | int) -> pb.GenerateRequest:
     stop = fields.pop("stop", pb.StopConditions(max_tokens=24))
     ids = pb.TokenIds(ids=prompt)
     return pb.GenerateRequest(token_ids=ids, sampling=pb.SamplingParams(seed=seed), stop=stop, **fields)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
@@ -36,10 +37,37 @@ def test_the_gateway_generates() -> None:
             (whole,) = [message async for message in stub.Generate(vllm_request(False, stop=["STOP"]))]
             assert bytes(whole.complete.output_ids) == b"hello STOP"
             assert whole.complete.matched_stop_str == "STOP"
-            error = await failing(stub.Generate(vllm_request(True, n=2)))
+            error = await failing(stub.Generate(vllm_request(True, json_object=True)))
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED and reason(error) == "NOT_SUPPORTED"
             error = await failing(stub.Generate(vllm.GenerateRequest(tokenized=vllm.TokenizedInput())))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_gateway_gets_each_choice_by_its_index(stream: bool) -> None:
+    async def test() -> None:
+        async with scene(say("hello")) as s:
+            stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(s.channel)
+            messages = [message async for message in stub.Generate(vllm_request(stream, n=3))]
+            ends = [message.complete for message in messages if message.HasField("complete")]
+            assert sorted(end.index for end in ends) == [0, 1, 2]
+            for index in range(3):
+                chunks = [m.chunk for m in messages if m.HasField("chunk") and m.chunk.index == index]
+                (end,) = [end for end in ends if end.index == index]
+                tokens = [i for chunk in chunks for i in chunk.token_ids] if stream else list(end.output_ids)
+                assert tokens == [*b"hello", 256] and end.completion_tokens == 6
+
+    run(test)
+
+
+def test_the_gateway_flushes_the_prefix_cache() -> None:
+    async def test() -> None:
+        async with scene() as s:
+            stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(s.channel)
+            answer = await stub.FlushCache(common_pb2.FlushCacheRequest())
+            assert answer.success and answer.message == "5 blocks dropped, 2 in use forgotten"
 
     run(test)
 
@@ -105,7 +133,6 @@ def test_what_the_gateway_can_not_have_is_unimplemented() -> None:
             stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(s.channel)
             for call in (
                 stub.Embed(vllm.EmbedRequest()),
-                stub.FlushCache(common_pb2.FlushCacheRequest()),
                 stub.StartProfile(common_pb2.StartProfileRequest()),
                 stub.StopProfile(common_pb2.StopProfileRequest()),
                 stub.GetTokenizer(common_pb2.GetTokenizerRequest()),

@@ -20,6 +20,7 @@ from executor_svc.loader.load import load_model
 from executor_svc.models.decoder import Decoder
 from executor_svc.numerics import ExactOps, FastOps
 from executor_svc.runner import Runner
+from scheduler_svc.choice_seed import choice_seed
 from scheduler_svc.tokenizer import load_tokenizer
 from tests.integration.offline import Generation, Request, generate
 from tests.integration.prompts import PROMPTS
@@ -153,3 +154,16 @@ def test_forced_preemption_changes_nothing(alone: Generation) -> None:
 
 def test_an_executor_lost_in_the_middle_changes_nothing(runner: Runner, alone: Generation) -> None:
     assert generate(runner, sample(), lose_executor_after=SAMPLE_TOKENS // 2).tokens == alone.tokens
+
+
+@pytest.mark.parametrize(("prefix_cache", "prefill_chunk"), [(True, 0), (False, 16)])
+def test_choices_of_one_request_are_those_of_requests_with_their_seeds(
+    runner: Runner, prefix_cache: bool, prefill_chunk: int
+) -> None:
+    """Forked choices read shared blocks and a copied one; their tokens tell nothing of it."""
+    requests = [(ids, replace(sampling, max_tokens=12)) for ids, sampling in sample()[1::2]]
+    seeds = [[choice_seed(sampling.seed, k) for k in range(3)] for _, sampling in requests]
+    apart = [(ids, replace(s, seed=seed)) for (ids, s), own in zip(requests, seeds, strict=True) for seed in own]
+    got = generate(runner, requests, num_choices=3, prefix_cache=prefix_cache, prefill_chunk=prefill_chunk)
+    assert got.tokens == generate(runner, apart, at_once=1, depth=1, prefix_cache=False).tokens
+    assert len(set(got.tokens)) > len(requests), "choices differ"

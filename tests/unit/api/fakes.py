@@ -11,6 +11,7 @@ from common.errors import DuplicateRequest, RequestAborted
 from common.messages import U32, ExecutorInfo, u32
 from scheduler_svc.api.served_model import ChatTurn, ServedModel
 from scheduler_svc.api.worker import ApiWorker
+from scheduler_svc.core.forks import choices
 from scheduler_svc.messages import (
     Abort,
     AbortAnswer,
@@ -26,6 +27,8 @@ from scheduler_svc.messages import (
     FromCore,
     GetStats,
     Refused,
+    ResetAnswer,
+    ResetPrefixCache,
     Stats,
     StatsAnswer,
     Submit,
@@ -130,6 +133,8 @@ class FakeCore:
                     del self.live[key]
                     self._later(Ended(key, RequestAborted("aborted")))
                 self._later(AbortAnswer(message.call, bool(keys)))
+            case ResetPrefixCache():
+                self._later(ResetAnswer(message.call, dropped=5, forgotten=2))
             case GetStats():
                 self._later(StatsAnswer(message.call, replace(self.stats, running=len(self.live))))
             case Drain():
@@ -149,12 +154,13 @@ class FakeCore:
         if any(other.request_id == request.request_id for other in self.live.values()):
             self._later(Refused(request.key, DuplicateRequest(f"{request.request_id!r} is live", field="request_id")))
             return
-        self.live[request.key] = request
         self._later(Accepted(request.key))
-        if self._script is not None:
-            task = asyncio.get_running_loop().create_task(self._run(request, self._script(request)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        for choice in choices(request):
+            self.live[choice.key] = choice
+            if self._script is not None:
+                task = asyncio.get_running_loop().create_task(self._run(choice, self._script(choice)))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     async def _run(self, request: Submit, entries: Sequence[tuple[Sequence[int], int]]) -> None:
         for tokens, reason in entries:

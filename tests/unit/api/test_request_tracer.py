@@ -78,7 +78,7 @@ def test_the_requests_span_gets_attributes_and_status() -> None:
     with TracerProvider().get_tracer("test").start_as_current_span("rpc") as span:
         handle = tracer.on_request(submit, request_attributes(submit, "m"))
         tracer.on_first_token(handle, 0.25)
-        tracer.on_end(handle, completion_attributes(completion), RequestAborted("aborted"))
+        tracer.on_end(handle, completion_attributes([completion]), RequestAborted("aborted"))
     attributes = span.attributes  # type: ignore[attr-defined]
     assert attributes["gen_ai.request.model"] == "m"
     assert attributes["gen_ai.request.max_tokens"] == 9

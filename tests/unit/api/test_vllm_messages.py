@@ -45,13 +45,13 @@ def test_values_go_over() -> None:
     assert converted.sampling.seed == 2**64 - 1 and converted.sampling.logit_bias[4] == -2.0
     assert converted.stop.max_tokens == 7 and list(converted.stop.stop_strings) == ["x"]
     assert list(converted.stop.stop_token_ids) == [9] and converted.stop.ignore_eos
+    assert converted.n == 1 and to_stepwire(request({"n": 3})).n == 3
     assert converted.output.logprobs == 3 and converted.output.detokenize and converted.stream
 
 
 @pytest.mark.parametrize(
     ("params", "fields", "named"),
     [
-        ({"n": 2}, {}, "sampling_params.n"),
         ({"json_object": True}, {}, "sampling_params.json_object"),
         ({"regex": "a*"}, {}, "sampling_params.regex"),
         ({"truncate_prompt_tokens": 5}, {}, "sampling_params.truncate_prompt_tokens"),

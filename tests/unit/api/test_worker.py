@@ -55,7 +55,9 @@ def opened(
 ) -> RequestStream:
     sampling = Sampling(seed=1, max_tokens=0)
     submit = Submit(worker.next_key(), request_id, PROMPT, sampling, 0, deadline_ns=deadline_ns)
-    return worker.open(submit, TokenStream(StreamWants(PROMPT, TextCursor(ByteDecoder(), stops), 258), LIMITS))
+    state = TokenStream(StreamWants(PROMPT, TextCursor(ByteDecoder(), stops), 258), LIMITS)
+    (stream,) = worker.open(submit, [state])
+    return stream
 
 
 def test_keys_carry_the_worker_and_are_never_reused() -> None:
@@ -70,7 +72,7 @@ def test_one_batch_reaches_every_stream_with_its_own_tokens() -> None:
     async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
         streams = [opened(worker, f"r{i}") for i in range(3)]
         for stream in streams:
-            await worker.wait_accepted(stream)
+            await worker.wait_accepted([stream])
         waiting = [asyncio.ensure_future(stream.next()) for stream in streams]
         await asyncio.sleep(0)
         entries = [(stream.key, data, 0) for stream, data in zip(streams, (b"a", b"bc", b"d"), strict=True)]
@@ -95,7 +97,7 @@ def test_a_finished_request_is_not_cancelled() -> None:
 def test_an_unfinished_request_is_cancelled_exactly_once() -> None:
     async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
         stream = opened(worker)
-        await worker.wait_accepted(stream)
+        await worker.wait_accepted([stream])
         core.emit(stream.key, b"abc")
         worker.close(stream)
         worker.close(stream)
@@ -173,10 +175,10 @@ def test_the_sweep_ends_what_is_past_its_deadline() -> None:
 def test_refusals_reach_the_caller() -> None:
     async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
         first = opened(worker, "same")
-        await worker.wait_accepted(first)
+        await worker.wait_accepted([first])
         second = opened(worker, "same")
         with pytest.raises(DuplicateRequest):
-            await worker.wait_accepted(second)
+            await worker.wait_accepted([second])
         worker.close(second)
         core.emit(first.key, b"unharmed")
         assert (await first.next()).text == "unharmed"
@@ -192,7 +194,7 @@ def test_a_core_that_does_not_answer_is_unavailable() -> None:
     async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
         core.mute = True
         stream = opened(worker)
-        for waiting in (worker.wait_accepted(stream), worker.stats(), worker.abort("x"), worker.drain(0)):
+        for waiting in (worker.wait_accepted([stream]), worker.stats(), worker.abort("x"), worker.drain(0)):
             with pytest.raises(Unavailable):
                 await waiting
         worker.close(stream)
@@ -309,6 +311,6 @@ def test_errors_before_acceptance_are_not_lost() -> None:
         error: StepwireError = Unavailable("gone")
         core.tell(Ended(stream.key, error))
         with pytest.raises(Unavailable):
-            await worker.wait_accepted(stream)
+            await worker.wait_accepted([stream])
 
     run(test)
