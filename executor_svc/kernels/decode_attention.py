@@ -180,7 +180,8 @@ def decode_attention(
     q, out: [T, heads, head_dim], the last two dimensions contiguous, out wholly. keys, values: [blocks, block_size,
     kv_heads, head_dim], contiguous. block_tables: int32 [num_rows, max_blocks]; lengths: int64 [num_rows], tokens
     attended to. rows: int64 [B], -1 for padding, whose output is 0. index: int64 [B], places in q and out; None: b.
-    No row is longer than the split was made for. Launch: (kv_heads, parts, B) programs; where parts > 1, (heads, B) more.
+    No row is longer than the split was made for. Launch: (kv_heads, parts, B) programs; where parts > 1, (heads, B)
+    more.
     """
     batch = rows.shape[0]
     heads, dim = q.shape[1:]
