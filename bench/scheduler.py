@@ -4,10 +4,11 @@
     python -m bench.scheduler --rows 256 --json   last line is one object: conditions, results
 
 The real core and the real wire codec, called as the executor driver calls them, with a modelled executor whose work is
-outside the measured time. All rows of a case are admitted in one step, with prompts of one length, so that they all
-cross their block boundaries together. Cases:
+outside the measured time. All rows of a case are admitted in one step, with prompts of one length but where said
+otherwise, so that they all cross their block boundaries together. Cases:
 
     steady    nobody comes or goes
+    spread    the same with prompts of 16 lengths: in every step one row in 16 needs a block
     churn     who finishes is replaced by a fresh request
     queued    churn with 100,000 requests waiting
 
@@ -67,14 +68,16 @@ class Samples:
 class Case:
     """One scheduler with its modelled executor, kept full."""
 
-    def __init__(self, num_rows: int, steps: int, seed: int, *, churn: bool, queued: int) -> None:
+    def __init__(
+        self, num_rows: int, steps: int, seed: int, *, churn: bool = False, spread: bool = False, queued: int = 0
+    ) -> None:
         self._rng = np.random.default_rng(seed)
-        self._num_rows, self._churn = num_rows, churn
-        self._longest = PROMPT + (2 * MEAN_OUTPUT if churn else steps + 4 * TURN)
-        max_context = -(-(self._longest + 1) // BLOCK_SIZE) * BLOCK_SIZE
+        self._num_rows, self._churn, self._spread = num_rows, churn, spread
+        self._output = 2 * MEAN_OUTPUT if churn else steps + 4 * TURN
+        max_context = -(-(PROMPT + self._output) // BLOCK_SIZE + 2) * BLOCK_SIZE
         num_blocks = (num_rows + 64) * max_context // BLOCK_SIZE
         self._executor = ModelledExecutor(
-            modelled_info(num_rows, BLOCK_SIZE, num_blocks, max_context, num_rows * PROMPT), DEPTH, seed
+            modelled_info(num_rows, BLOCK_SIZE, num_blocks, max_context, num_rows * 2 * PROMPT), DEPTH, seed
         )
         self._core = Scheduler(CoreConfig(pipeline_depth=DEPTH, max_queued_requests=2 * QUEUED + num_rows))
         self._core.add_executor("modelled:0")
@@ -93,14 +96,15 @@ class Case:
     def _submit(self) -> None:
         """Of the first ones, with churn, most are part done: else they would end together too."""
         self._submitted += 1
-        output = self._longest - PROMPT
+        output = self._output
+        prompt = PROMPT + self._submitted % BLOCK_SIZE if self._spread else PROMPT
         if self._churn:
             shortest = 1 if self._submitted <= self._num_rows else MEAN_OUTPUT // 2
             output = int(self._rng.integers(shortest, 2 * MEAN_OUTPUT - shortest + 1))
         request = Submit(
             key=self._submitted,
             request_id=f"request-{self._submitted}",
-            prompt=u32(self._rng.integers(1000, VOCAB - 1000, size=PROMPT, dtype=np.uint32)),
+            prompt=u32(self._rng.integers(1000, VOCAB - 1000, size=prompt, dtype=np.uint32)),
             sampling=Sampling(seed=self._submitted, max_tokens=output),
             arrival_ns=0,
         )
@@ -172,8 +176,9 @@ def measure(num_rows: int, steps: int, seed: int) -> dict[str, dict[str, object]
     gc.collect()
     gc.freeze()
     cases = {
-        "steady": Case(num_rows, steps, seed, churn=False, queued=0),
-        "churn": Case(num_rows, steps, seed, churn=True, queued=0),
+        "steady": Case(num_rows, steps, seed),
+        "spread": Case(num_rows, steps, seed, spread=True),
+        "churn": Case(num_rows, steps, seed, churn=True),
         "queued": Case(num_rows, steps, seed, churn=True, queued=QUEUED),
     }
     for case in cases.values():
@@ -238,9 +243,9 @@ def main() -> int:
     results: dict[str, object] = {}
     for num_rows in args.rows:
         found = measure(num_rows, args.steps, args.seed)
-        results[str(num_rows)] = {**found["steady"], "churn": found["churn"], "queued": found["queued"]}
         if not args.json:
             show(num_rows, found)
+        results[str(num_rows)] = {**found.pop("steady"), **found}
     peers = {
         name: {str(rows): {"schedule_us": a, "update_us": b} for rows, (a, b) in of.items()}
         for name, of in PEERS.items()

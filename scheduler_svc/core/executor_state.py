@@ -185,7 +185,7 @@ class ExecutorState:
         rows = self.rows
         capacity = table_len * self.block_size
         rows.capacity[grown] = capacity
-        rows.due[grown] = np.where(capacity >= rows.final[grown] - 1, NEVER, capacity - self.depth + 2)
+        rows.due[grown] = capacity - self.depth + 2 + NEVER * (capacity >= rows.final[grown] - 1)
 
     # ----------------------------------------------------------------------------------------------------- decoding
 
