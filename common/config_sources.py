@@ -24,7 +24,8 @@ SCHEDULER_NAMES: Final = COMMON_NAMES | {
     "executors", "pipeline_depth", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk",
     "enable_prefix_cache", "policy", "max_queued_requests", "max_queued_tokens", "slow_reader_s", "drain_s",
     "tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file", "max_message_bytes", "api_workers",
-    "max_unread_bytes", "worker_listen",
+    "max_unread_bytes", "worker_listen", "max_queue_time_ms", "long_prefill_token_threshold", "max_partial_prefills",
+    "max_long_partial_prefills", "target_itl_ms", "priority_aging_ms", "tenant_weights", "isolate_tenants",
     "allow_request_templates", "served_model_name", "trace_window_interval_s", "trace_sample_ratio", "slow_step_ms",
 }  # fmt: skip
 EXECUTOR_NAMES: Final = COMMON_NAMES | {
@@ -186,6 +187,8 @@ def _texts(path: str, where: str, section: Mapping[object, object], known: Colle
             raise ConfigError(f"{path}: {problem.message}", field=f"{where}{key}")
         if value is None:
             continue
+        if isinstance(value, dict) and all(isinstance(v, str | int | float) for v in value.values()):
+            value = [f"{name}={part}" for name, part in value.items()]
         if isinstance(value, list) and all(isinstance(v, str | int | float) for v in value):
             text = ",".join(str(v) for v in value)
         elif isinstance(value, bool):

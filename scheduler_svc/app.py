@@ -24,7 +24,7 @@ from scheduler_svc.api.listen import TlsFiles
 from scheduler_svc.api.served_model import ServedModel, TextTokenizer
 from scheduler_svc.api.server import ApiOptions, build_server
 from scheduler_svc.api.worker import ApiWorker
-from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.config import SchedulerConfig, weights_of
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine_loop import EngineLoop, EngineOptions
@@ -174,6 +174,14 @@ def core_config(config: SchedulerConfig) -> CoreConfig:
         max_num_seqs=config.max_num_seqs,
         enable_prefix_cache=config.enable_prefix_cache,
         policy=config.policy,
+        max_queue_time_ms=config.max_queue_time_ms,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        max_partial_prefills=config.max_partial_prefills,
+        max_long_partial_prefills=config.max_long_partial_prefills,
+        target_itl_ms=config.target_itl_ms,
+        priority_aging_ms=config.priority_aging_ms,
+        tenant_weights=weights_of(config.tenant_weights),
+        isolate_tenants=config.isolate_tenants,
     )
 
 

@@ -1,5 +1,6 @@
 """The scheduler's configuration; see common/config.py for where values come from."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -7,6 +8,24 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from common.config import Listen, ServiceConfig, Size, check_listen, check_target, split_list
 from common.grpc_options import PUBLIC_MAX_MESSAGE_BYTES
+from scheduler_svc.core.config import MAX_AGING_MS
+
+
+def weights_of(pairs: Iterable[str]) -> dict[str, float]:
+    """{tenant: weight} of "tenant=weight". Raises ValueError naming the pair that is none."""
+    weights: dict[str, float] = {}
+    for pair in pairs:
+        tenant, equals, text = pair.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if not equals or not (0 < weight < float("inf")):
+            raise ValueError(f"{pair!r}: write tenant=weight, the weight above 0")
+        if tenant in weights:
+            raise ValueError(f"the tenant {tenant!r} is named twice")
+        weights[tenant] = weight
+    return weights
 
 
 def check_worker_listen(value: str) -> str:
@@ -39,10 +58,36 @@ class SchedulerConfig(ServiceConfig):
         default=512, ge=0, description="prompt tokens of one sequence in one step; 0: no limit"
     )
     enable_prefix_cache: bool = Field(default=True, description="reuse the KV blocks of equal prefixes")
-    policy: Literal["fcfs", "priority"] = Field(default="fcfs", description="which waiting request goes first")
+    long_prefill_token_threshold: int = Field(
+        default=0,
+        ge=0,
+        description="prompts over this are long and take at most so many tokens a step; 0: none is long",
+    )
+    max_partial_prefills: int = Field(
+        default=0, ge=0, description="sequences at once whose prompts are computed in part; 0: no limit"
+    )
+    max_long_partial_prefills: int = Field(
+        default=0, ge=0, description="long ones of them; shorter prompts pass those that wait for it; 0: no limit"
+    )
+    target_itl_ms: float = Field(
+        default=0.0, ge=0, description="p99 time between tokens that prefill may not push steps over; 0: off"
+    )
+    policy: Literal["fcfs", "priority", "fair", "deadline"] = Field(
+        default="fcfs", description="which waiting request goes first: fcfs, priority, fair (over tenants), deadline"
+    )
+    priority_aging_ms: int = Field(
+        default=0, ge=0, le=MAX_AGING_MS, description="waiting worth one level of priority; 0: priorities never age"
+    )
+    tenant_weights: Annotated[tuple[str, ...], BeforeValidator(split_list)] = Field(
+        default=(), description="shares under the policy fair: a=2,b=1; a tenant not named has 1"
+    )
+    isolate_tenants: bool = Field(default=False, description="no tenant finds another's prompts in the prefix cache")
     max_queued_requests: int = Field(default=1024, ge=1, description="waiting requests; more are refused")
     max_queued_tokens: int = Field(
         default=0, ge=0, description="prompt tokens of all waiting requests; more are refused; 0: no limit"
+    )
+    max_queue_time_ms: int = Field(
+        default=0, ge=0, description="a request that waited so long for its first step is refused; 0: no limit"
     )
     slow_reader_s: float = Field(default=30.0, gt=0, description="seconds a client may leave its stream unread")
     max_unread_bytes: Size = Field(
@@ -84,6 +129,18 @@ class SchedulerConfig(ServiceConfig):
         if len(set(value)) != len(value):
             raise ValueError("an executor is named twice")
         return tuple(check_target(address) for address in value)
+
+    @field_validator("tenant_weights")
+    @classmethod
+    def _weights(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        weights_of(value)
+        return value
+
+    @model_validator(mode="after")
+    def _long(self) -> Self:
+        if self.max_long_partial_prefills and not self.long_prefill_token_threshold:
+            raise ValueError("max_long_partial_prefills needs long_prefill_token_threshold")
+        return self
 
     @model_validator(mode="after")
     def _tls(self) -> Self:

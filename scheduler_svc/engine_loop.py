@@ -278,6 +278,9 @@ class EngineLoop:
         return len(endings)
 
     def _beat(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        if 0 < self._core.next_expiry_ns <= now_ns:  # steps see to it while there are any
+            self.deliver_endings(self._core.expire(now_ns), now_ns)
         stuck = self._liveness.beat(
             self._clock.monotonic_ns(),
             steps=sum(driver.steps for driver in self._drivers),

@@ -175,7 +175,8 @@ class ExecutorDriver:
         finally:
             self._stream = None
             self._in_flight = 0
-            self._core.executor_down(self.executor_id, self._clock.monotonic_ns())
+            down_ns = self._clock.monotonic_ns()
+            self._host.deliver_endings(self._core.executor_down(self.executor_id, down_ns), down_ns)
             if not refused:
                 self._tell("lost", self._last_error or "closed properly")
             self._host.executors_changed()

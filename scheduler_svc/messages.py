@@ -49,9 +49,10 @@ class Submit:
     """A validated request. Answered by Accepted or Refused, for its own key alone: all of it or nothing is taken.
 
     `sampling.max_tokens` 0: as far as the context allows. `arrival_ns` and `deadline_ns` (0: none) are monotonic.
-    `trace_context`: empty, or 16 bytes trace id, 8 bytes id of the Generate span, 1 byte flags. `children`: choices 1,
-    2, … of a request for several (choice 0 is the Submit itself); each has a key of its own under the one request_id,
-    and from there on ends, is cancelled and gets its tokens as any request. Prompt logprobs come with choice 0 only.
+    `tenant`: on whose account; empty: the default tenant's. `trace_context`: empty, or 16 bytes trace id, 8 bytes id of
+    the Generate span, 1 byte flags. `children`: choices 1, 2, … of a request for several (choice 0 is the Submit
+    itself); each has a key of its own under the one request_id, and from there on ends, is cancelled and gets its
+    tokens as any request. Prompt logprobs come with choice 0 only.
     """
 
     key: int
@@ -62,6 +63,7 @@ class Submit:
     raw_logits: bool = False
     priority: int = 0
     cache_salt: bytes = b""
+    tenant: str = ""
     deadline_ns: int = 0
     trace_context: bytes = b""
     children: tuple[Child, ...] = ()
@@ -229,6 +231,20 @@ class ExecutorStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStats:
+    """Fields as in stepwire.v1.TenantStats."""
+
+    tenant: str
+    requests: int
+    waiting: int
+    running: int
+    prompt_tokens: int
+    generated_tokens: int
+    served: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Fields as in stepwire.v1.GetStatsResponse."""
 
@@ -249,6 +265,10 @@ class Stats:
     readmitted_tokens: int = 0
     readmitted_hit_tokens: int = 0
     forked_tokens: int = 0
+    requests_expired: int = 0
+    queued_tokens: int = 0
+    drain_rate: float = 0.0
+    tenants: tuple[TenantStats, ...] = ()
     executors: tuple[ExecutorStats, ...] = ()
 
 

@@ -10,7 +10,7 @@ from common.errors import StepwireError
 from scheduler_svc.api.calls import Context, answered, on_done
 from scheduler_svc.api.status import abort, only_stepwire_errors
 from scheduler_svc.api.worker import ApiWorker
-from scheduler_svc.messages import ExecutorStats, Stats, StepSeen
+from scheduler_svc.messages import ExecutorStats, Stats, StepSeen, TenantStats
 from stepwire.v1 import admin_pb2 as pb
 from stepwire.v1 import admin_pb2_grpc
 
@@ -71,8 +71,17 @@ def _step_message(seen: tuple[int, StepSeen]) -> pb.WatchStepsResponse:
 
 
 def stats_message(stats: Stats) -> pb.GetStatsResponse:
-    values = {field.name: getattr(stats, field.name) for field in fields(stats) if field.name != "executors"}
-    return pb.GetStatsResponse(**values, executors=[_executor_message(executor) for executor in stats.executors])
+    nested = ("executors", "tenants")
+    values = {field.name: getattr(stats, field.name) for field in fields(stats) if field.name not in nested}
+    return pb.GetStatsResponse(
+        **values,
+        executors=[_executor_message(executor) for executor in stats.executors],
+        tenants=[_tenant_message(tenant) for tenant in stats.tenants],
+    )
+
+
+def _tenant_message(tenant: TenantStats) -> pb.TenantStats:
+    return pb.TenantStats(**{field.name: getattr(tenant, field.name) for field in fields(tenant)})
 
 
 def _executor_message(executor: ExecutorStats) -> pb.ExecutorStats:

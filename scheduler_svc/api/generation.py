@@ -156,6 +156,7 @@ class Generation:
             raw_logits=valid.raw_logits,
             priority=valid.priority,
             cache_salt=valid.cache_salt,
+            tenant=valid.tenant,
             deadline_ns=deadline_ns,
             trace_context=trace,
             children=tuple(Child(self._worker.next_key(), choice_seed(seed, i)) for i in range(1, valid.num_choices)),

@@ -21,6 +21,7 @@ from stepwire.v1 import inference_pb2 as pb
 
 MAX_REQUEST_ID_BYTES: Final = 128
 MAX_CACHE_SALT_BYTES: Final = 256
+MAX_TENANT_BYTES: Final = 128
 MAX_LOGIT_BIAS: Final = 1024
 MAX_STOP_IDS: Final = 64
 MAX_CHOICES: Final = 64
@@ -61,6 +62,7 @@ class ValidRequest:
     raw_logits: bool
     priority: int
     cache_salt: bytes
+    tenant: str
 
 
 def validate(request: pb.GenerateRequest, defaults: SamplingDefaults, limits: Limits) -> ValidRequest:
@@ -89,6 +91,7 @@ def validate(request: pb.GenerateRequest, defaults: SamplingDefaults, limits: Li
         raw_logits=raw_logits,
         priority=request.priority,
         cache_salt=_cache_salt(request.cache_salt),
+        tenant=_tenant(request.tenant),
     )
 
 
@@ -292,6 +295,14 @@ def _cache_salt(salt: str) -> bytes:
             limit=str(MAX_CACHE_SALT_BYTES),
         )
     return data
+
+
+def _tenant(tenant: str) -> str:
+    if len(tenant.encode()) > MAX_TENANT_BYTES:
+        raise InvalidInput(
+            f"tenant is longer than {MAX_TENANT_BYTES} bytes", field="tenant", limit=str(MAX_TENANT_BYTES)
+        )
+    return tenant
 
 
 def _fits_one_message(sampling: Sampling, raw_logits: bool, limits: Limits) -> None:

@@ -1,13 +1,25 @@
 """The core's part of the statistics; round-trip times, clock offsets and dropped spans are others' to fill in."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+import numpy as np
 
 from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.outcome import Counters
+from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.messages import ExecutorStats, Stats
 
 
-def core_stats(c: Counters, executors: Iterable[ExecutorState], waiting: int, running: int) -> Stats:
+def core_stats(
+    c: Counters,
+    executors: Sequence[ExecutorState],
+    tenants: Tenants,
+    waiting: int,
+    running: int,
+    queued_tokens: int,
+    drain_rate: float,
+) -> Stats:
+    slots = [e.rows.tenant[e.rows.running] for e in executors]
     return Stats(
         requests_accepted=c.accepted,
         requests_finished=c.finished,
@@ -25,6 +37,10 @@ def core_stats(c: Counters, executors: Iterable[ExecutorState], waiting: int, ru
         readmitted_tokens=c.readmitted_tokens,
         readmitted_hit_tokens=c.readmitted_hit_tokens,
         forked_tokens=c.forked_tokens,
+        requests_expired=c.expired,
+        queued_tokens=queued_tokens,
+        drain_rate=drain_rate,
+        tenants=tenants.stats(np.concatenate(slots) if slots else np.zeros(0, dtype=np.int64)),
         executors=tuple(executor_stats(e) for e in executors),
     )
 

@@ -9,10 +9,12 @@ from common.frozen import step_message
 from common.messages import ExecutorInfo, Welcome
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.itl_controller import ItlController
 from scheduler_svc.core.prefix_cache import extend_hashes
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64, NEVER, Bools, Rows
 from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.core.step_times import StepTimes
 from scheduler_svc.messages import FinishReason
 from scheduler_svc.observer import StepRecord
 
@@ -59,8 +61,8 @@ class ExecutorState:
         self.steps = 0
         self.epochs_ended = 0
         self.preemptions = 0
-        self.fruitless_epochs = 0  # ended by an error that names nobody, none of which got further
-        self.failed_step = 0  # where the last of them broke off
+        self.times = StepTimes()
+        self.itl: ItlController | None = None
         self._layout: tuple[int, int] | None = None
         self.pool = BlockPool(0, False)
         self._start(0, 0)
@@ -83,6 +85,8 @@ class ExecutorState:
         self._decoding: RowSet | None = None
         self.quiet_steps = 0
         self.reserved_output = 0  # bytes of bulk output the next plan keeps for a prefill that waited for them
+        self.last_result_ns = 0
+        self.trial: Sequence | None = None  # see suspects
         self.blocked: tuple[int, int, int] | None = None  # see the planner's admissions
 
     # ------------------------------------------------------------------------------------------------------- epochs
@@ -106,6 +110,8 @@ class ExecutorState:
         self.context = context_limit(info)
         self.is_eos = np.zeros(info.vocab_size, dtype=np.bool_)
         self.is_eos[[eos_id for eos_id in info.eos_ids if eos_id < info.vocab_size]] = True
+        if config.target_itl_ms and self.itl is None:
+            self.itl = ItlController(config.target_itl_ms * 1e6, self.max_tokens, self.times)
         self.up = True
 
     def disconnect(self) -> list[Sequence]:
@@ -140,6 +146,7 @@ class ExecutorState:
         final = sequence.prompt_len + (s.max_tokens or self.context)
         rows.seqs[row] = sequence
         rows.keys[row] = sequence.key
+        rows.tenant[row] = sequence.tenant
         rows.admission[row], rows.rank[row], rows.last_step[row] = admission_id, sequence.rank, 0
         rows.low[row] = rows.high[row] = length
         rows.final[row] = min(final, self.context)
@@ -272,8 +279,15 @@ class ExecutorState:
         if sequence.hash_block_size != self.block_size:
             sequence.hash_block_size = self.block_size
             sequence.hashes.clear()
-        extend_hashes(sequence.hashes, sequence.view(), self.block_size, sequence.request.cache_salt, count)
+        extend_hashes(sequence.hashes, sequence.view(), self.block_size, sequence.salt, count)
         return sequence.hashes
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Of the sequence's known tokens, those the prefix cache holds now and that need not be computed."""
+        if self.pool.cache is None:
+            return 0
+        count = (sequence.length - 1) // self.block_size
+        return len(self.pool.cache.match(self.hashes(sequence, count), count)) * self.block_size
 
     def register(self, row: int, computed: int) -> None:
         """Enters the full blocks of the row's first `computed` positions into the prefix cache."""

@@ -54,3 +54,4 @@ class Counters:
     readmitted_tokens: int = 0
     readmitted_hit_tokens: int = 0
     forked_tokens: int = 0
+    expired: int = 0

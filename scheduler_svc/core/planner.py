@@ -10,27 +10,35 @@ from scheduler_svc.core.draft import Draft, admit_bytes, extend_bytes
 from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.forks import Head, find_head
 from scheduler_svc.core.outcome import Counters
+from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64
 from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.core.suspects import may_be_tried, on_trial
 from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.observer import StepRecord
 
 
 class Planner:
-    """Stateless but for its collaborators; `next_admission` gives ids never used before."""
+    """Stateless but for its collaborators; `next_admission` gives ids never used before, `on_first_admission` hears of
+    each sequence that leaves the queue for the first time."""
 
     def __init__(
         self,
         config: CoreConfig,
+        policy: Policy,
         queue: WaitingQueue,
         next_admission: Callable[[], int],
+        on_first_admission: Callable[[Sequence, int], None],
         counters: Counters,
     ) -> None:
         self._config = config
+        self._policy = policy
         self._queue = queue
         self._next_admission = next_admission
+        self._on_first_admission = on_first_admission
         self._counters = counters
+        self._room_made: tuple[int, int] | None = None  # (ticket, executor) of whom the last eviction was for
 
     def can_plan(self, executor: ExecutorState) -> bool:
         """Something may be there to do. `plan` can still find that all of it has to wait for results."""
@@ -38,9 +46,12 @@ class Planner:
 
     def plan(self, executor: ExecutorState, now_ns: int, trace_context: bytes) -> StepRecord | None:
         draft = Draft.of(executor)
+        self._evictions(executor)
         self._decodes(draft)
+        if executor.itl is not None and len(draft.decode):
+            draft.tokens = min(draft.tokens, executor.itl.budget)
         self._prefills(draft)
-        self._admissions(draft)
+        self._admissions(draft, now_ns)
         self._release_followers(draft)
         if draft.is_empty:
             return None
@@ -162,6 +173,8 @@ class Planner:
         count = min(sequence.admitted_len - sequence.planned, draft.tokens)
         if self._config.max_prefill_chunk:
             count = min(count, self._config.max_prefill_chunk)
+        if self._queue.is_long(sequence):
+            count = min(count, self._config.long_prefill_token_threshold)
         self._send(draft, sequence, sequence.planned + count)
         count = min(count, sequence.sent - sequence.planned)
         count = self._within_prompt_logprobs(draft, sequence, count)
@@ -221,19 +234,86 @@ class Planner:
     def _can_admit(self, executor: ExecutorState) -> bool:
         return bool(len(self._queue) and executor.num_running < executor.max_num_seqs and executor.free_rows)
 
-    def _admissions(self, draft: Draft) -> None:
+    def _admissions(self, draft: Draft, now_ns: int) -> None:
         executor = draft.executor
         if draft.blocks_owed:
             return  # the next free blocks belong to rows that sit out
         parked = executor.first_parked_rank()
         while draft.tokens > 0 and self._can_admit(executor):
-            sequence = self._queue.peek()
-            assert sequence is not None
-            if parked is not None and parked < sequence.rank:
-                return  # who was preempted comes back first
+            sequence = self._next(executor)
+            if sequence is None or (parked is not None and self._comes_after(sequence, parked)):
+                return
+            is_first = not sequence.was_admitted
             if not self._try_admit(draft, sequence):
                 return
+            if is_first:
+                self._on_first_admission(sequence, now_ns)
+            if sequence.is_suspect:
+                executor.trial = sequence
             self._chunk(draft, sequence.row)
+
+    def _next(self, executor: ExecutorState) -> Sequence | None:
+        """Who is admitted next, if the number of partial prefills and trials (see suspects) allow anyone. While as many
+        long prompts are in prefill as may be, shorter ones pass those that wait; as soon as one is done the first in
+        the queue is first again, long or not."""
+        limit, long_limit = self._config.max_partial_prefills, self._config.max_long_partial_prefills
+        if (limit and len(executor.prefilling) >= limit) or on_trial(executor):
+            return None
+        seqs = executor.rows.seqs
+        full = bool(long_limit) and long_limit <= sum(
+            self._queue.is_long(sequence) for row in executor.prefilling if (sequence := seqs[row]) is not None
+        )
+        sequence = self._queue.peek(usual_only=full)
+        if sequence is not None and sequence.is_suspect and not may_be_tried(executor):
+            return None
+        return sequence
+
+    def _comes_after(self, sequence: Sequence, parked: int) -> bool:
+        """Who was preempted (`parked`: its rank) and still waits for results comes back first."""
+        if sequence.is_suspect:
+            return False
+        return parked < sequence.rank or (self._policy.returns_first and not sequence.was_admitted)
+
+    def _evictions(self, executor: ExecutorState) -> None:
+        """Where the policy says so, the next to be admitted takes the place of running ones that rank far enough behind
+        it: first of the `max_num_seqs`, then, once an attempt has shown how many are short, their blocks. On one
+        executor only, and only when that helps."""
+        head = self._queue.peek()
+        limit = self._policy.evicts_after(head.rank) if head is not None else None
+        if head is None or limit is None or head.is_suspect or self._next(executor) is not head:
+            return
+        if self._room_made is not None and self._room_made[0] == head.ticket and self._room_made[1] != executor.id:
+            return
+        while not self._will_have_room(executor, head):
+            victim = executor.victim_after(limit)
+            if victim is None or not self._can_have_room(executor, head, limit):
+                return
+            self._room_made = (head.ticket, executor.id)
+            self.preempt(executor, victim)
+
+    def forget(self, executor_id: int) -> None:
+        """The executor is gone: room made there is lost."""
+        if self._room_made is not None and self._room_made[1] == executor_id:
+            self._room_made = None
+
+    @staticmethod
+    def _can_have_room(executor: ExecutorState, sequence: Sequence, limit: int) -> bool:
+        """If everyone behind `limit` went, blocks they share counted as if each had its own."""
+        if executor.blocked is None or executor.blocked[0] != sequence.ticket:
+            return True
+        rows, pool = executor.rows, executor.pool
+        behind = rows.running & ~rows.protected & (rows.rank > limit)
+        freed = int(rows.table_len[behind].sum()) + int(behind.sum())
+        return executor.blocked[1] + executor.num_running <= pool.available + pool.num_limbo() + freed
+
+    @staticmethod
+    def _will_have_room(executor: ExecutorState, sequence: Sequence) -> bool:
+        """When the results in flight are there, as far as is known."""
+        if executor.num_running >= executor.max_num_seqs:
+            return False
+        if executor.blocked is None or executor.blocked[0] != sequence.ticket:
+            return True
+        return executor.blocked[1] + executor.num_running <= executor.pool.available + executor.pool.num_limbo()
 
     def _try_admit(self, draft: Draft, sequence: Sequence) -> bool:
         executor, pool, size = draft.executor, draft.executor.pool, draft.executor.block_size
@@ -258,7 +338,7 @@ class Planner:
             return False
         executor.blocked = None
         draft.wire_bytes -= bytes_needed
-        self._queue.pop()
+        self._queue.remove(sequence)
         self._count(executor, sequence, head)
         row = executor.take_row(sequence, self._next_admission(), head.blocks, fresh, head.computed)
         executor.rows.last_step[row] = draft.step_id

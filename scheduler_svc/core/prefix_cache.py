@@ -38,6 +38,13 @@ def extend_hashes(hashes: list[bytes], tokens: U32, block_size: int, salt: bytes
         hashes.append(parent)
 
 
+def tenant_salt(salt: bytes, tenant: str) -> bytes:
+    """A salt that no other tenant can have. Lengths and tags keep the two parts apart; a salt chosen by a caller is
+    never one of these, as either all salts of a scheduler are made here or none is."""
+    name = tenant.encode()
+    return b"tenant:%d:%b:salt:%d:%b" % (len(name), name, len(salt), salt)
+
+
 class PrefixCache:
     """Registered blocks. Those without users wait in `idle`, least recently used first, to be found or evicted."""
 

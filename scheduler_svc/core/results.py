@@ -34,8 +34,6 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
     executor.flights.popleft()
     executor.last_result = flight.step_id
     executor.steps += 1
-    if flight.step_id > executor.failed_step:  # further than where the last epoch broke off
-        executor.fruitless_epochs = 0
     errors = tuple(e for e in result.row_errors if rows.admission[e.row] == e.admission_id)
     for error in errors:
         rows.tainted[error.row] = True

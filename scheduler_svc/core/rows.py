@@ -24,8 +24,9 @@ class Rows:
     protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
     it ends; left: final - high while decoding, else 0; capacity: token slots its table covers; due: the `high` from
     which it needs another block. min_end: length from which EOS and stop ids count. prefilled: known
-    computed positions of the prefill. last_step: the last step naming the row. recent[row, :recent_len[row]]: known
-    tokens the Sequence has not got yet; no row's are full before `room` more steps.
+    computed positions of the prefill. tenant: slot in Tenants. last_step: the last step naming the row.
+    recent[row, :recent_len[row]]: known tokens the Sequence has not got yet; no row's are full before `room` more
+    steps.
     """
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
@@ -50,6 +51,7 @@ class Rows:
         self.recent: U32 = np.zeros((num_rows, RECENT), dtype=np.uint32)
         self.recent_len = ints()
         self.room = RECENT - _MAX_FLUSHES
+        self.tenant = ints()
         self.num_with_stops = self.num_with_raw = 0
 
     def __len__(self) -> int:

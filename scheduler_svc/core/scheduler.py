@@ -13,18 +13,22 @@ from common.errors import (
     TooLarge,
     Unavailable,
 )
-from common.messages import ExecutorInfo, PlanError, StepResult, Welcome
-from scheduler_svc.core.blame import MAX_PLAN_ERRORS, blamed
+from common.messages import ExecutorInfo, PlanError, PlanErrorCode, StepResult, Welcome
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core_stats import core_stats
+from scheduler_svc.core.drain_rate import DEFAULT_RETRY_MS, DrainRate
 from scheduler_svc.core.executor_state import ExecutorState, context_limit
+from scheduler_svc.core.expiry import Expiry
 from scheduler_svc.core.forks import choices
 from scheduler_svc.core.outcome import Counters, Ending, EpochStart, StepOutcome
 from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.policy import make_policy
+from scheduler_svc.core.policies.registry import make_policy
+from scheduler_svc.core.prefix_cache import tenant_salt
 from scheduler_svc.core.request_checks import check_request
-from scheduler_svc.core.results import batches, collect
+from scheduler_svc.core.results import Collected, batches, collect
 from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.core.suspects import MAX_PLAN_ERRORS, book_death, is_device_fault, named, present
+from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.messages import FinishReason, Stats, Submit
 from scheduler_svc.observer import StepRecord
@@ -36,11 +40,17 @@ class Scheduler:
     def __init__(self, config: CoreConfig) -> None:
         """Raises ConfigError for an unknown policy."""
         self.config = config
-        self._policy = make_policy(config.policy)
-        self._queue = WaitingQueue()
+        self._tenants = Tenants(config)
+        self._policy = make_policy(config, self._tenants)
+        self._queue = WaitingQueue(self._policy, config.long_prefill_token_threshold)
         self._counters = Counters()
-        self._planner = Planner(config, self._queue, self._next_admission, self._counters)
+        self._planner = Planner(
+            config, self._policy, self._queue, self._next_admission, self._first_admission, self._counters
+        )
         self._executors: list[ExecutorState] = []
+        self._drain_rate = DrainRate()
+        self._expiry = Expiry(config, self._policy.refuses_late, self._queue, self._drain_rate, self._executors)
+        self._tokens_seen = 0
         self._live: dict[int, Sequence] = {}
         self._keys: dict[str, list[int]] = {}  # of each live request id, those of its choices that have not ended
         self._orders = 0
@@ -56,7 +66,7 @@ class Scheduler:
     def begin_epoch(self, executor_id: int) -> EpochStart:
         """What the next Hello says. The former epoch, if it is still open, is over."""
         executor = self._executors[executor_id]
-        self._requeue(executor.disconnect())
+        self._close_epoch(executor)
         executor.epoch += 1
         keep = self.config.enable_prefix_cache and executor.incarnation != 0
         return EpochStart(executor.epoch, keep, executor.incarnation if keep else 0)
@@ -90,26 +100,50 @@ class Scheduler:
                 endings += self._end(sequence, None, error)
         return tuple(endings)
 
-    def executor_down(self, executor_id: int, now_ns: int) -> None:
+    def executor_down(self, executor_id: int, now_ns: int) -> tuple[Ending, ...]:
         """The stream broke. Every sequence is kept and waits again, before all that came later; what was in flight is
-        forgotten. Idempotent."""
-        self._requeue(self._executors[executor_id].disconnect())
+        forgotten. Returns those that broke it again and again, see suspects. Idempotent."""
+        executor = self._executors[executor_id]
+        if not executor.up:
+            return ()
+        suspects = present(executor)
+        return self._failed(executor, suspects, True, "the executor was lost each time it computed this sequence")
 
     def plan_failed(self, executor_id: int, error: PlanError, now_ns: int) -> tuple[Ending, ...]:
         """A plan was refused or failed: the epoch is over and the caller reconnects. A request named in two such errors
-        ends, as do those of a plan that is refused over and over. Errors of an epoch that is over change nothing."""
+        ends, and of those that name nobody who stays suspect (see suspects). Errors of an epoch that is over change
+        nothing."""
         executor = self._executors[executor_id]
         if not executor.up or error.epoch != executor.epoch:
             return ()
-        suspects = blamed(executor, error)
-        self._requeue(executor.disconnect())
         text = f"the executor refused this sequence again and again: {error.code.name} {error.field} {error.text}"
+        if not error.admission_id:
+            suspects = [] if error.code == PlanErrorCode.EPOCH_ENDED else present(executor, error.step_id)
+            return self._failed(executor, suspects, is_device_fault(error), text)
+        sequence = named(executor, error)
+        self._close_epoch(executor)
+        if sequence is None:
+            return ()
+        sequence.plan_errors += 1
+        if sequence.plan_errors < MAX_PLAN_ERRORS or sequence.state == SequenceState.ENDED:
+            return ()
+        return tuple(self._end(sequence, None, SequenceFailed(text)))
+
+    def _failed(
+        self, executor: ExecutorState, suspects: list[Sequence], is_device_fault: bool, text: str
+    ) -> tuple[Ending, ...]:
+        """The epoch is over, through nobody's known fault."""
+        going_on = executor.disconnect()
+        guilty = [s for s in suspects if book_death(s, self._tokens_seen, is_device_fault)]
+        self._planner.forget(executor.id)
+        self._requeue(going_on)
         endings: list[Ending] = []
-        for sequence in suspects:
-            sequence.plan_errors += 1
-            if sequence.plan_errors >= MAX_PLAN_ERRORS and sequence.state != SequenceState.ENDED:
-                endings += self._end(sequence, None, SequenceFailed(text))
+        for sequence in guilty:
+            endings += self._end(sequence, None, SequenceFailed(text))
         return tuple(endings)
+
+    def _close_epoch(self, executor: ExecutorState) -> None:
+        self._failed(executor, [], False, "")
 
     # ------------------------------------------------------------------------------------------------------ requests
 
@@ -117,25 +151,34 @@ class Scheduler:
         """Accepts a request with all its choices, or nothing of it.
 
         Raises Draining, Unavailable (no executor was ever connected), DuplicateRequest, InvalidInput, TooLarge,
-        NotSupported, Overloaded (with retry_after_ms). A refused request leaves nothing behind.
+        NotSupported, DeadlinePassed, Overloaded (with retry_after_ms). A refused request leaves nothing behind.
         """
+        sequences = [self._new(choice) for choice in choices(request)]
         try:
-            self._check(request)
+            self._check(request, now_ns)
+            if (late := self._expiry.overdue(sequences[0], now_ns)) is not None:
+                raise late
         except StepwireError:
             self._counters.refused += 1 + len(request.children)
             raise
-        leader, *followers = [self._accept(choice) for choice in choices(request)]
+        for sequence in sequences:
+            self._accept(sequence, now_ns)
+        leader, *followers = sequences
         self._queue.push(leader)
         self._lead(leader, followers)
 
-    def _accept(self, choice: Submit) -> Sequence:
+    def _new(self, choice: Submit) -> Sequence:
         self._orders += 1
-        sequence = Sequence(choice, self._orders, self._policy.rank(self._orders, choice.priority))
-        self._live[choice.key] = sequence
-        self._keys.setdefault(choice.request_id, []).append(choice.key)
+        salt = tenant_salt(choice.cache_salt, choice.tenant) if self.config.isolate_tenants else choice.cache_salt
+        return Sequence(choice, self._orders, self._policy.rank(choice, self._orders), salt)
+
+    def _accept(self, sequence: Sequence, now_ns: int) -> None:
+        sequence.tenant = self._tenants.join(sequence.request.tenant)
+        self._live[sequence.key] = sequence
+        self._keys.setdefault(sequence.request.request_id, []).append(sequence.key)
+        self._expiry.watch(sequence, now_ns)
         self._counters.accepted += 1
         self._counters.prompt_tokens += sequence.prompt_len
-        return sequence
 
     def _lead(self, leader: Sequence, followers: list[Sequence]) -> None:
         """`followers` wait for `leader`, and fork from it."""
@@ -145,12 +188,12 @@ class Scheduler:
             if follower.state != SequenceState.HELD:
                 self._queue.hold(follower)
 
-    def _check(self, request: Submit) -> None:
+    def _check(self, request: Submit, now_ns: int) -> None:
         infos = [e.info for e in self._executors if e.info is not None]
         if self._draining:
             raise Draining("the server is draining and takes no more requests")
         if not infos:
-            raise Unavailable("no executor was ever connected", retry_after_ms=self.config.retry_after_ms)
+            raise Unavailable("no executor was ever connected", retry_after_ms=DEFAULT_RETRY_MS)
         keys = [request.key, *(child.key for child in request.children)]
         if request.request_id in self._keys or not self._live.keys().isdisjoint(keys):
             raise DuplicateRequest(f"a request with id {request.request_id!r} is live", field="request_id")
@@ -166,7 +209,7 @@ class Scheduler:
             raise Overloaded(
                 f"{waiting} requests wait already",
                 limit=str(self.config.max_queued_requests),
-                retry_after_ms=self.config.retry_after_ms,
+                retry_after_ms=self._drain_rate.retry_after_ms(len(self._queue), now_ns),
             )
 
     def cancel(self, key: int, now_ns: int) -> bool:
@@ -202,6 +245,28 @@ class Scheduler:
         counts = [executor.reset_cache() for executor in self._executors]
         return sum(dropped for dropped, _ in counts), sum(forgotten for _, forgotten in counts)
 
+    def expire(self, now_ns: int) -> tuple[Ending, ...]:
+        """Ends what has run out of time: deadlines, and waits longer than max_queue_time_ms. `update` does so itself;
+        who owns a clock calls this at `next_expiry_ns`."""
+        endings: list[Ending] = []
+        for key in self._expiry.due(now_ns):
+            sequence = self._live.get(key)
+            if sequence is None:
+                continue  # ended with its leader, in this very loop
+            error = self._expiry.overdue(sequence, now_ns)
+            if error is None:
+                self._expiry.watch(sequence, now_ns)
+                continue
+            ended = self._end(sequence, None, error)
+            self._counters.expired += len(ended)
+            endings += ended
+        return tuple(endings)
+
+    @property
+    def next_expiry_ns(self) -> int:
+        """When `expire` may have something to do; 0: not as things stand."""
+        return self._expiry.next_ns
+
     def drain(self) -> None:
         """No more admission from now on."""
         self._draining = True
@@ -236,6 +301,8 @@ class Scheduler:
         executor = self._executors[executor_id]
         collected = collect(executor, result)
         self._counters.generated_tokens += len(collected.tokens)
+        self._tokens_seen += len(collected.tokens)
+        self._measure(executor, collected, now_ns)
         found = batches(executor, collected, result)
         endings: list[Ending] = []
         for entry in collected.ended:
@@ -249,6 +316,8 @@ class Scheduler:
                 error = SequenceFailed(f"{row_error.code.name}: {row_error.text}")
                 endings += self._end(sequence, None, error)
         self._requeue(executor.settle())
+        if 0 < self._expiry.next_ns <= now_ns:
+            endings.extend(self.expire(now_ns))
         return StepOutcome(found, tuple(endings), collected.flight.record)
 
     # --------------------------------------------------------------------------------------------------------- views
@@ -299,13 +368,37 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Round-trip times and clock offsets are the caller's to fill in, as are dropped spans."""
-        return core_stats(self._counters, self._executors, self.num_waiting, self.num_running)
+        return core_stats(
+            self._counters,
+            self._executors,
+            self._tenants,
+            self.num_waiting,
+            self.num_running,
+            self._queue.num_tokens,
+            self._drain_rate.last,
+        )
 
     # ----------------------------------------------------------------------------------------------------- internals
 
     def _next_admission(self) -> int:
         self._admissions += 1
         return self._admissions
+
+    def _first_admission(self, sequence: Sequence, now_ns: int) -> None:
+        self._drain_rate.admitted(now_ns)
+        self._tenants.admitted(sequence.tenant, sequence.prompt_len - sequence.cached)
+
+    def _measure(self, executor: ExecutorState, collected: Collected, now_ns: int) -> None:
+        """What the step says about its tenants and about the executor's speed."""
+        if len(collected.tokens):
+            self._tenants.generated(executor.rows.tenant[collected.sampled.index])
+        record = collected.flight.record
+        duration_ns = now_ns - max(executor.last_result_ns, record.planned_ns)
+        executor.last_result_ns = now_ns
+        if record.plan.num_tokens:
+            if executor.itl is not None:
+                executor.itl.update(record.prefill_tokens, record.decode_tokens, duration_ns)
+            executor.times.update(record.prefill_tokens, duration_ns)
 
     def _requeue(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -334,6 +427,8 @@ class Scheduler:
         keys.remove(sequence.key)
         if not keys:
             del self._keys[sequence.request.request_id]
+        self._expiry.forget(sequence)
+        self._tenants.leave(sequence.tenant)
         if sequence.state in (SequenceState.WAITING, SequenceState.HELD):
             self._queue.remove(sequence)
         else:

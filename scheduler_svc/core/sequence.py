@@ -8,6 +8,8 @@ import numpy as np
 from common.messages import U32, Sampling, u32
 from scheduler_svc.messages import Submit
 
+SUSPECT_DEATHS = 2
+
 
 class SequenceState(IntEnum):
     WAITING = 1  # in the queue
@@ -21,7 +23,8 @@ class Sequence:
     """Owner: the scheduler. Known tokens are in `tokens()`; those of a running sequence since its last flush lie in the
     row's `recent` column.
 
-    rank: see policy. cached: prompt tokens found in the prefix cache at first admission (-1: never admitted).
+    rank: see policies. tenant: slot in Tenants. salt: of the prefix cache. cached: prompt tokens found in the prefix
+    cache at first admission (-1: never admitted). deaths, death_length, death_mark: see suspects.
     next_prompt_logprob: first prompt position whose logprobs were not delivered yet. hashes: chain of the full blocks
     computed so far, for `hash_block_size`. leader: the choice of the same prompt to fork from, until the first
     admission. followers: choices that are HELD until this one's prompt is planned to the end. The fields below `row`
@@ -33,6 +36,9 @@ class Sequence:
         "_tokens",
         "admitted_len",
         "cached",
+        "death_length",
+        "death_mark",
+        "deaths",
         "executor_id",
         "followers",
         "hash_block_size",
@@ -49,15 +55,19 @@ class Sequence:
         "registered",
         "request",
         "row",
+        "salt",
         "sent",
         "state",
+        "tenant",
         "ticket",
     )
 
-    def __init__(self, request: Submit, order: int, rank: int) -> None:
+    def __init__(self, request: Submit, order: int, rank: int, salt: bytes = b"") -> None:
         self.request = request
         self.order = order
         self.rank = rank
+        self.tenant = 0
+        self.salt = salt
         self.prompt_len = len(request.prompt)
         self._tokens: U32 = request.prompt
         self._length = self.prompt_len
@@ -66,6 +76,9 @@ class Sequence:
         self.preemptions = 0
         self.plan_errors = 0
         self.cached = -1
+        self.deaths = 0
+        self.death_length = 0
+        self.death_mark = 0
         self.next_prompt_logprob = max(request.sampling.prompt_logprobs_from, 1)
         self.hashes: list[bytes] = []
         self.hash_block_size = 0
@@ -87,6 +100,15 @@ class Sequence:
     def length(self) -> int:
         """Known tokens, but for those in the row's `recent` column."""
         return self._length
+
+    @property
+    def was_admitted(self) -> bool:
+        return self.cached >= 0
+
+    @property
+    def is_suspect(self) -> bool:
+        """Executors died more than once while they computed it, and it got no further since. See suspects."""
+        return self.deaths >= SUSPECT_DEATHS and self._length <= self.death_length
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -1,18 +1,97 @@
-"""The one waiting queue: a heap by rank, with removal in constant time."""
+"""The one waiting queue. Nothing ever walks over it: each operation costs O(log n), and removal next to nothing."""
 
 import heapq
 
+from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.sequence import Sequence, SequenceState
+
+_MIN_STALE = 64
+
+
+class Lane:
+    """A heap by rank; who was removed stays in it, unseen, until it comes up or half of the heap is such."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Sequence]] = []
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    @property
+    def head(self) -> Sequence | None:
+        """The first; never one that was removed."""
+        return self._heap[0][2] if self._heap else None
+
+    def push(self, rank: int, sequence: Sequence) -> None:
+        heapq.heappush(self._heap, (rank, sequence.ticket, sequence))
+        self._waiting += 1
+
+    def remove(self) -> None:
+        """A sequence of this lane lost its ticket."""
+        self._waiting -= 1
+        if len(self._heap) > _MIN_STALE and self._waiting * 2 < len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
+            heapq.heapify(self._heap)
+        while self._heap and self._heap[0][2].ticket != self._heap[0][1]:
+            heapq.heappop(self._heap)
+
+
+class Lanes:
+    """Lanes by turn. As turns only rise, the heap's entries are late at worst: they are set right when they come up."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._lanes: dict[int, Lane] = {}
+        self._order: list[tuple[float, int, int, Lane]] = []
+        self._made = 0
+
+    def push(self, lane_id: int, sequence: Sequence) -> None:
+        lane = self._lanes.get(lane_id)
+        if lane is None:
+            lane = self._lanes[lane_id] = Lane()
+            self._made += 1
+            heapq.heappush(self._order, (self._policy.turn(lane_id), self._made, lane_id, lane))
+        lane.push(sequence.rank, sequence)
+
+    def remove(self, lane_id: int) -> None:
+        lane = self._lanes[lane_id]
+        lane.remove()
+        if not len(lane):
+            del self._lanes[lane_id]
+            if len(self._order) > _MIN_STALE and len(self._lanes) * 2 < len(self._order):
+                self._order = [entry for entry in self._order if len(entry[3])]
+                heapq.heapify(self._order)
+
+    def first(self) -> tuple[float, Sequence] | None:
+        """(turn, sequence) of the first of all."""
+        while self._order:
+            turn, made, lane_id, lane = self._order[0]
+            head = lane.head
+            if head is None:
+                heapq.heappop(self._order)
+                continue
+            now = self._policy.turn(lane_id)
+            if now <= turn:
+                return turn, head
+            heapq.heapreplace(self._order, (now, made, lane_id, lane))
+        return None
 
 
 class WaitingQueue:
-    """Every sequence that has no row and may take one. Nothing ever walks over it.
+    """Every sequence that has no row and may take one: usual prompts and long ones (over `long_tokens`; 0: none is),
+    each in the policy's lanes, and before all of them those that must go first, whatever the policy: suspects (see
+    `suspects`), one after the other, then, where the policy says so, the preempted.
 
     `num_held` counts those that will be pushed later: see SequenceState.HELD. They are no part of the queue otherwise.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Sequence]] = []
+    def __init__(self, policy: Policy, long_tokens: int = 0) -> None:
+        self._policy = policy
+        self._long_tokens = long_tokens
+        self._front = Lane()
+        self._usual, self._long = Lanes(policy), Lanes(policy)
+        self._in_lane: dict[int, int] = {}
         self._tickets = 0
         self._waiting = 0
         self._num_tokens = 0
@@ -37,18 +116,27 @@ class WaitingQueue:
         self._tickets += 1
         sequence.ticket = self._tickets
         sequence.state = SequenceState.WAITING
-        heapq.heappush(self._heap, (sequence.rank, self._tickets, sequence))
         self._waiting += 1
         self._num_tokens += sequence.length
+        if self._goes_first(sequence):
+            self._front.push(-1 << 62 if sequence.is_suspect else sequence.rank, sequence)
+            return
+        lane = self._policy.lane(sequence.tenant)
+        if lane not in self._in_lane:
+            self._policy.joined(lane, self._least_turn())
+        self._in_lane[lane] = self._in_lane.get(lane, 0) + 1
+        self._side(sequence).push(lane, sequence)
 
-    def peek(self) -> Sequence | None:
-        """The first; the heap's head is never stale."""
-        return self._heap[0][2] if self._heap else None
-
-    def pop(self) -> Sequence:
-        sequence = self._heap[0][2]
-        self.remove(sequence)
-        return sequence
+    def peek(self, usual_only: bool = False) -> Sequence | None:
+        """The first; with `usual_only` the first that is not long."""
+        if self._front.head is not None:
+            return self._front.head
+        usual = self._usual.first()
+        long = None if usual_only or not self._long_tokens else self._long.first()
+        if usual is None or long is None:
+            found = usual or long
+            return found[1] if found else None
+        return min((usual, long), key=lambda entry: (entry[0], entry[1].rank, entry[1].ticket))[1]
 
     def remove(self, sequence: Sequence) -> None:
         if sequence.state == SequenceState.HELD:
@@ -58,8 +146,26 @@ class WaitingQueue:
         sequence.ticket = 0
         self._waiting -= 1
         self._num_tokens -= sequence.length
-        if len(self._heap) > 64 and self._waiting * 2 < len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
-            heapq.heapify(self._heap)
-        while self._heap and self._heap[0][2].ticket != self._heap[0][1]:
-            heapq.heappop(self._heap)
+        if self._goes_first(sequence):
+            self._front.remove()
+            return
+        lane = self._policy.lane(sequence.tenant)
+        self._side(sequence).remove(lane)
+        self._in_lane[lane] -= 1
+        if not self._in_lane[lane]:
+            del self._in_lane[lane]
+            self._policy.left(lane)
+
+    def is_long(self, sequence: Sequence) -> bool:
+        return 0 < self._long_tokens < sequence.length
+
+    def _goes_first(self, sequence: Sequence) -> bool:
+        """Does not change while the sequence waits."""
+        return sequence.is_suspect or (self._policy.returns_first and sequence.was_admitted)
+
+    def _side(self, sequence: Sequence) -> Lanes:
+        return self._long if self.is_long(sequence) else self._usual
+
+    def _least_turn(self) -> float | None:
+        turns = [entry[0] for side in (self._usual, self._long) if (entry := side.first()) is not None]
+        return min(turns, default=None)

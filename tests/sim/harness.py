@@ -80,10 +80,16 @@ class Sim:
         self._end(self.scheduler.executor_up(self.executor_id, start.epoch, welcome, self.now_ns))
         self.check()
 
+    def pass_time(self, milliseconds: float) -> None:
+        """The clock moves on, and what ran out of time ends."""
+        self.clock.advance_ns(int(milliseconds * 1e6))
+        self._end(self.scheduler.expire(self.now_ns))
+        self.check()
+
     def disconnect(self) -> None:
         """The stream breaks; results in flight are lost."""
         self.pending.clear()
-        self.scheduler.executor_down(self.executor_id, self.now_ns)
+        self._end(self.scheduler.executor_down(self.executor_id, self.now_ns))
         self.check()
 
     def replace_executor(self, info: ExecutorInfo | None = None) -> None:

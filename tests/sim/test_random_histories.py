@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.errors import SequenceFailed, TooLarge
+from common.errors import DeadlinePassed, Overloaded, SequenceFailed, TooLarge
 from common.messages import StepPlan
 from scheduler_svc.core.config import CoreConfig
 from tests.fakes.toy_executor import toy_info
@@ -37,10 +37,15 @@ class Histories(RuleBasedStateMachine):
         budget=st.sampled_from([0, 5, 17]),
         seqs=st.sampled_from([0, 2, 5]),
         cache=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "fair", "deadline"]),
         max_preemptions=st.sampled_from([0, 1, 4]),
         eos=st.sampled_from([0.0, 0.1]),
         output=st.sampled_from([4000, 9000, 1 << 20]),
+        long=st.sampled_from([0, 0, 9]),
+        partial=st.sampled_from([0, 0, 1, 2]),
+        aging=st.sampled_from([0, 50]),
+        queue_ms=st.sampled_from([0, 0, 40]),
+        itl=st.sampled_from([0.0, 3.0]),
     )
     def start(
         self,
@@ -55,6 +60,11 @@ class Histories(RuleBasedStateMachine):
         max_preemptions: int,
         eos: float,
         output: int,
+        long: int,
+        partial: int,
+        aging: int,
+        queue_ms: int,
+        itl: float,
     ) -> None:
         config = CoreConfig(
             pipeline_depth=depth,
@@ -64,6 +74,14 @@ class Histories(RuleBasedStateMachine):
             enable_prefix_cache=cache,
             policy=policy,
             max_preemptions=max_preemptions,
+            long_prefill_token_threshold=long,
+            max_partial_prefills=partial,
+            max_long_partial_prefills=1 if long else 0,
+            priority_aging_ms=aging,
+            tenant_weights={"b": 3.0},
+            isolate_tenants=cache and not aging,
+            max_queue_time_ms=queue_ms,
+            target_itl_ms=itl,
         )
         info = toy_info(
             block_size=block_size,
@@ -89,6 +107,8 @@ class Histories(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         salt=st.sampled_from([b"", b"", b"s"]),
         greedy=st.booleans(),
+        tenant=st.sampled_from(["", "a", "b"]),
+        deadline_ms=st.sampled_from([0, 0, 15, 500]),
     )
     def submit(
         self,
@@ -105,6 +125,8 @@ class Histories(RuleBasedStateMachine):
         priority: int,
         salt: bytes,
         greedy: bool,
+        tenant: str,
+        deadline_ms: int,
     ) -> None:
         too_long = length > self.sim.scheduler.limits()[1]
         try:
@@ -122,9 +144,13 @@ class Histories(RuleBasedStateMachine):
                 priority=priority,
                 cache_salt=salt,
                 temperature=0.0 if greedy else 0.9,
+                tenant=tenant,
+                deadline_ns=self.sim.now_ns + deadline_ms * 1_000_000 if deadline_ms else 0,
             )
         except TooLarge:
             assert too_long
+        except DeadlinePassed:
+            assert deadline_ms and self.sim.scheduler.config.policy == "deadline"
 
     @rule(data=st.data(), how=st.sampled_from(["cancel", "finish"]))
     @precondition(lambda self: self.sim.clients)
@@ -150,6 +176,10 @@ class Histories(RuleBasedStateMachine):
         for _ in range(rounds):
             self.sim.fill()
             self.sim.deliver()
+
+    @rule(milliseconds=st.integers(1, 30))
+    def time_passes(self, milliseconds: int) -> None:
+        self.sim.pass_time(milliseconds)
 
     @rule()
     def connection_lost(self) -> None:
@@ -200,7 +230,7 @@ class Histories(RuleBasedStateMachine):
         for client in self.sim.clients.values():
             assert client.ends + client.silent >= 1, "a request never ended"
             if client.reason is None and client.ends:
-                assert isinstance(client.error, SequenceFailed | TooLarge)
+                assert isinstance(client.error, SequenceFailed | TooLarge | DeadlinePassed | Overloaded)
             if client.reason is not None:
                 _check_extras(self.sim, client.submit.key)
         stats = self.sim.scheduler.stats()

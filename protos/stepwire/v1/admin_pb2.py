@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stepwire/v1/admin.proto\x12\x0bstepwire.v1\"\x11\n\x0fGetStatsRequest\"\xe3\x03\n\x10GetStatsResponse\x12\x19\n\x11requests_accepted\x18\x01 \x01(\x04\x12\x19\n\x11requests_finished\x18\x02 \x01(\x04\x12\x18\n\x10requests_aborted\x18\x03 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x04 \x01(\x04\x12\x18\n\x10requests_refused\x18\x05 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x06 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x04\x12\x15\n\rcached_tokens\x18\x08 \x01(\x04\x12\x18\n\x10generated_tokens\x18\t \x01(\x04\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\x0f\n\x07running\x18\x0b \x01(\r\x12-\n\texecutors\x18\x0c \x03(\x0b\x32\x1a.stepwire.v1.ExecutorStats\x12\x15\n\rspans_dropped\x18\r \x01(\x04\x12\x1c\n\x14\x63\x61\x63he_queried_tokens\x18\x14 \x01(\x04\x12\x18\n\x10\x63\x61\x63he_hit_tokens\x18\x15 \x01(\x04\x12\x19\n\x11readmitted_tokens\x18\x16 \x01(\x04\x12\x1d\n\x15readmitted_hit_tokens\x18\x17 \x01(\x04\x12\x15\n\rforked_tokens\x18\x18 \x01(\x04\"\xb9\x02\n\rExecutorStats\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0climbo_blocks\x18\x07 \x01(\r\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x10\n\x08num_rows\x18\t \x01(\r\x12\x11\n\tfree_rows\x18\n \x01(\r\x12\x17\n\x0fin_flight_steps\x18\x0b \x01(\r\x12\r\n\x05steps\x18\x0c \x01(\x04\x12\x14\n\x0c\x65pochs_ended\x18\r \x01(\x04\x12\x0e\n\x06rtt_ns\x18\x0e \x01(\x03\x12\x17\n\x0f\x63lock_offset_ns\x18\x0f \x01(\x03\";\n\x11WatchStepsRequest\x12\x11\n\tmax_steps\x18\x01 \x01(\r\x12\x13\n\x0binterval_ms\x18\x02 \x01(\r\"\xdb\x03\n\x12WatchStepsResponse\x12\x10\n\x08\x65xecutor\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07step_id\x18\x03 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x04 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\x12\x15\n\rnum_sequences\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x08 \x01(\r\x12\x0e\n\x06\x62ucket\x18\t \x01(\r\x12\x12\n\nplanned_ns\x18\n \x01(\x03\x12\x11\n\tresult_ns\x18\x0b \x01(\x03\x12\x11\n\tdevice_ns\x18\x0c \x01(\x03\x12\x16\n\x0e\x64\x65vice_idle_ns\x18\r \x01(\x03\x12\x0f\n\x07skipped\x18\x0e \x01(\x04\x12\x0f\n\x07running\x18\x0f \x01(\r\x12\x12\n\nnum_blocks\x18\x10 \x01(\r\x12\x13\n\x0bpreemptions\x18\x11 \x01(\x04\x12\x17\n\x0f\x61\x64mitted_tokens\x18\x12 \x01(\r\x12\x15\n\rcached_tokens\x18\x13 \x01(\r\x12\x18\n\x10generated_tokens\x18\x14 \x01(\r\x12\x30\n\x07\x65\x61rlier\x18\x18 \x03(\x0b\x32\x1f.stepwire.v1.WatchStepsResponse\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"#\n\rDrainResponse\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\"L\n\x18ResetPrefixCacheResponse\x12\x16\n\x0e\x64ropped_blocks\x18\x01 \x01(\r\x12\x18\n\x10\x66orgotten_blocks\x18\x02 \x01(\r2\xc2\x02\n\x05\x41\x64min\x12G\n\x08GetStats\x12\x1c.stepwire.v1.GetStatsRequest\x1a\x1d.stepwire.v1.GetStatsResponse\x12O\n\nWatchSteps\x12\x1e.stepwire.v1.WatchStepsRequest\x1a\x1f.stepwire.v1.WatchStepsResponse0\x01\x12>\n\x05\x44rain\x12\x19.stepwire.v1.DrainRequest\x1a\x1a.stepwire.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.stepwire.v1.ResetPrefixCacheRequest\x1a%.stepwire.v1.ResetPrefixCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stepwire/v1/admin.proto\x12\x0bstepwire.v1\"\x11\n\x0fGetStatsRequest\"\xd3\x04\n\x10GetStatsResponse\x12\x19\n\x11requests_accepted\x18\x01 \x01(\x04\x12\x19\n\x11requests_finished\x18\x02 \x01(\x04\x12\x18\n\x10requests_aborted\x18\x03 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x04 \x01(\x04\x12\x18\n\x10requests_refused\x18\x05 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x06 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x04\x12\x15\n\rcached_tokens\x18\x08 \x01(\x04\x12\x18\n\x10generated_tokens\x18\t \x01(\x04\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\x0f\n\x07running\x18\x0b \x01(\r\x12-\n\texecutors\x18\x0c \x03(\x0b\x32\x1a.stepwire.v1.ExecutorStats\x12\x15\n\rspans_dropped\x18\r \x01(\x04\x12)\n\x07tenants\x18\x0e \x03(\x0b\x32\x18.stepwire.v1.TenantStats\x12\x18\n\x10requests_expired\x18\x0f \x01(\x04\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x04\x12\x12\n\ndrain_rate\x18\x11 \x01(\x01\x12\x1c\n\x14\x63\x61\x63he_queried_tokens\x18\x14 \x01(\x04\x12\x18\n\x10\x63\x61\x63he_hit_tokens\x18\x15 \x01(\x04\x12\x19\n\x11readmitted_tokens\x18\x16 \x01(\x04\x12\x1d\n\x15readmitted_hit_tokens\x18\x17 \x01(\x04\x12\x15\n\rforked_tokens\x18\x18 \x01(\x04\"\xa2\x01\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06served\x18\x07 \x01(\x01\x12\x0e\n\x06weight\x18\x08 \x01(\x01\"\xb9\x02\n\rExecutorStats\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0climbo_blocks\x18\x07 \x01(\r\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x10\n\x08num_rows\x18\t \x01(\r\x12\x11\n\tfree_rows\x18\n \x01(\r\x12\x17\n\x0fin_flight_steps\x18\x0b \x01(\r\x12\r\n\x05steps\x18\x0c \x01(\x04\x12\x14\n\x0c\x65pochs_ended\x18\r \x01(\x04\x12\x0e\n\x06rtt_ns\x18\x0e \x01(\x03\x12\x17\n\x0f\x63lock_offset_ns\x18\x0f \x01(\x03\";\n\x11WatchStepsRequest\x12\x11\n\tmax_steps\x18\x01 \x01(\r\x12\x13\n\x0binterval_ms\x18\x02 \x01(\r\"\xdb\x03\n\x12WatchStepsResponse\x12\x10\n\x08\x65xecutor\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07step_id\x18\x03 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x04 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\x12\x15\n\rnum_sequences\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x08 \x01(\r\x12\x0e\n\x06\x62ucket\x18\t \x01(\r\x12\x12\n\nplanned_ns\x18\n \x01(\x03\x12\x11\n\tresult_ns\x18\x0b \x01(\x03\x12\x11\n\tdevice_ns\x18\x0c \x01(\x03\x12\x16\n\x0e\x64\x65vice_idle_ns\x18\r \x01(\x03\x12\x0f\n\x07skipped\x18\x0e \x01(\x04\x12\x0f\n\x07running\x18\x0f \x01(\r\x12\x12\n\nnum_blocks\x18\x10 \x01(\r\x12\x13\n\x0bpreemptions\x18\x11 \x01(\x04\x12\x17\n\x0f\x61\x64mitted_tokens\x18\x12 \x01(\r\x12\x15\n\rcached_tokens\x18\x13 \x01(\r\x12\x18\n\x10generated_tokens\x18\x14 \x01(\r\x12\x30\n\x07\x65\x61rlier\x18\x18 \x03(\x0b\x32\x1f.stepwire.v1.WatchStepsResponse\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"#\n\rDrainResponse\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\"L\n\x18ResetPrefixCacheResponse\x12\x16\n\x0e\x64ropped_blocks\x18\x01 \x01(\r\x12\x18\n\x10\x66orgotten_blocks\x18\x02 \x01(\r2\xc2\x02\n\x05\x41\x64min\x12G\n\x08GetStats\x12\x1c.stepwire.v1.GetStatsRequest\x1a\x1d.stepwire.v1.GetStatsResponse\x12O\n\nWatchSteps\x12\x1e.stepwire.v1.WatchStepsRequest\x1a\x1f.stepwire.v1.WatchStepsResponse0\x01\x12>\n\x05\x44rain\x12\x19.stepwire.v1.DrainRequest\x1a\x1a.stepwire.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.stepwire.v1.ResetPrefixCacheRequest\x1a%.stepwire.v1.ResetPrefixCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATSREQUEST']._serialized_start=40
   _globals['_GETSTATSREQUEST']._serialized_end=57
   _globals['_GETSTATSRESPONSE']._serialized_start=60
-  _globals['_GETSTATSRESPONSE']._serialized_end=543
-  _globals['_EXECUTORSTATS']._serialized_start=546
-  _globals['_EXECUTORSTATS']._serialized_end=859
-  _globals['_WATCHSTEPSREQUEST']._serialized_start=861
-  _globals['_WATCHSTEPSREQUEST']._serialized_end=920
-  _globals['_WATCHSTEPSRESPONSE']._serialized_start=923
-  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1398
-  _globals['_DRAINREQUEST']._serialized_start=1400
-  _globals['_DRAINREQUEST']._serialized_end=1435
-  _globals['_DRAINRESPONSE']._serialized_start=1437
-  _globals['_DRAINRESPONSE']._serialized_end=1472
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1474
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1499
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1501
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1577
-  _globals['_ADMIN']._serialized_start=1580
-  _globals['_ADMIN']._serialized_end=1902
+  _globals['_GETSTATSRESPONSE']._serialized_end=655
+  _globals['_TENANTSTATS']._serialized_start=658
+  _globals['_TENANTSTATS']._serialized_end=820
+  _globals['_EXECUTORSTATS']._serialized_start=823
+  _globals['_EXECUTORSTATS']._serialized_end=1136
+  _globals['_WATCHSTEPSREQUEST']._serialized_start=1138
+  _globals['_WATCHSTEPSREQUEST']._serialized_end=1197
+  _globals['_WATCHSTEPSRESPONSE']._serialized_start=1200
+  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1675
+  _globals['_DRAINREQUEST']._serialized_start=1677
+  _globals['_DRAINREQUEST']._serialized_end=1712
+  _globals['_DRAINRESPONSE']._serialized_start=1714
+  _globals['_DRAINRESPONSE']._serialized_end=1749
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1751
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1776
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1778
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1854
+  _globals['_ADMIN']._serialized_start=1857
+  _globals['_ADMIN']._serialized_end=2179
 # @@protoc_insertion_point(module_scope)

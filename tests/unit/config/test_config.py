@@ -110,7 +110,7 @@ def test_an_empty_variable_is_no_value() -> None:
         ([], {}, "schedular:\n  policy: fcfs", ["schedular", "scheduler?"]),
         ([], {}, "scheduler: 3", ["scheduler: must hold keys"]),
         ([], {}, "[1, 2]", ["must hold keys"]),
-        ([], {}, "policy: {a: 1}", ["policy: must be a plain value"]),
+        ([], {}, "policy: {a: {b: 1}}", ["policy: must be a plain value"]),
         ([], {}, "policy: fcfs\npolicy: priority", [":2: key policy stands twice"]),
         ([], {}, "a: [", ["not YAML"]),
         (["--pipeline-depth", "0"], {}, "", ["pipeline_depth '0' (flag --pipeline-depth)"]),

@@ -50,6 +50,10 @@ class GetStatsResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     EXECUTORS_FIELD_NUMBER: _builtins.int
     SPANS_DROPPED_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    REQUESTS_EXPIRED_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAIN_RATE_FIELD_NUMBER: _builtins.int
     CACHE_QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     READMITTED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -71,6 +75,12 @@ class GetStatsResponse(_message.Message):
     running: _builtins.int
     """now."""
     spans_dropped: _builtins.int
+    requests_expired: _builtins.int
+    """ended by their deadline or by max_queue_time_ms; requests_failed counts them too."""
+    queued_tokens: _builtins.int
+    """prompt tokens of all that wait, now."""
+    drain_rate: _builtins.float
+    """first admissions per second, as of the last one."""
     cache_queried_tokens: _builtins.int
     """The prefix cache's hit rate is cache_hit_tokens / cache_queried_tokens. Who comes back after a preemption or an
     executor's loss finds its own blocks and would only flatter it, so it is counted apart.
@@ -85,6 +95,10 @@ class GetStatsResponse(_message.Message):
     """prompt tokens that choices of n > 1 shared with choice 0 instead."""
     @_builtins.property
     def executors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExecutorStats]: ...
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
+        """those that generated most; at most 256."""
+
     def __init__(
         self,
         *,
@@ -101,6 +115,10 @@ class GetStatsResponse(_message.Message):
         running: _builtins.int = ...,
         executors: _abc.Iterable[Global___ExecutorStats] | None = ...,
         spans_dropped: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantStats] | None = ...,
+        requests_expired: _builtins.int = ...,
+        queued_tokens: _builtins.int = ...,
+        drain_rate: _builtins.float = ...,
         cache_queried_tokens: _builtins.int = ...,
         cache_hit_tokens: _builtins.int = ...,
         readmitted_tokens: _builtins.int = ...,
@@ -109,11 +127,60 @@ class GetStatsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_hit_tokens", b"cache_hit_tokens", "cache_queried_tokens", b"cache_queried_tokens", "cached_tokens", b"cached_tokens", "executors", b"executors", "forked_tokens", b"forked_tokens", "generated_tokens", b"generated_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "readmitted_hit_tokens", b"readmitted_hit_tokens", "readmitted_tokens", b"readmitted_tokens", "requests_aborted", b"requests_aborted", "requests_accepted", b"requests_accepted", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_refused", b"requests_refused", "running", b"running", "spans_dropped", b"spans_dropped", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_hit_tokens", b"cache_hit_tokens", "cache_queried_tokens", b"cache_queried_tokens", "cached_tokens", b"cached_tokens", "drain_rate", b"drain_rate", "executors", b"executors", "forked_tokens", b"forked_tokens", "generated_tokens", b"generated_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queued_tokens", b"queued_tokens", "readmitted_hit_tokens", b"readmitted_hit_tokens", "readmitted_tokens", b"readmitted_tokens", "requests_aborted", b"requests_aborted", "requests_accepted", b"requests_accepted", "requests_expired", b"requests_expired", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "requests_refused", b"requests_refused", "running", b"running", "spans_dropped", b"spans_dropped", "tenants", b"tenants", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class TenantStats(_message.Message):
+    """What a tenant asked for and got since it is known; one without requests is forgotten when many others came after it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """empty: the default tenant."""
+    requests: _builtins.int
+    """accepted."""
+    waiting: _builtins.int
+    """now."""
+    running: _builtins.int
+    """now."""
+    prompt_tokens: _builtins.int
+    """computed at first admissions: without those found in the prefix cache."""
+    generated_tokens: _builtins.int
+    served: _builtins.float
+    """the counter of the policy "fair": weighted tokens by weight, lifts included."""
+    weight: _builtins.float
+    """as configured; 1 by default."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        running: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        served: _builtins.float = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "running", b"running", "served", b"served", "tenant", b"tenant", "waiting", b"waiting", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStats: _TypeAlias = TenantStats  # noqa: Y015
 
 @_typing.final
 class ExecutorStats(_message.Message):

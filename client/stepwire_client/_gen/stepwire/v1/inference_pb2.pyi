@@ -63,6 +63,7 @@ class GenerateRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the server draws one. A live id is refused with ALREADY_EXISTS. <= 128 bytes."""
@@ -75,6 +76,8 @@ class GenerateRequest(_message.Message):
     """higher runs first where the policy is "priority"; else unused."""
     cache_salt: _builtins.str
     """requests share cached prefixes only when their salts are equal."""
+    tenant: _builtins.str
+    """on whose account, where the policy is "fair". Empty: the default tenant. <= 128 bytes."""
     n: _builtins.int
     """Completions of this one prompt, 1 to 64; unset: 1. Choice 0 is what n = 1 would give; choice i > 0 is what n = 1
     would give with the seed told in its `started`, splitmix64(seed, i). They share the prompt's KV blocks. Prompt
@@ -106,11 +109,12 @@ class GenerateRequest(_message.Message):
         stream: _builtins.bool | None = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        tenant: _builtins.str = ...,
         n: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_stream", b"_stream", "chat", b"chat", "input", b"input", "n", b"n", "output", b"output", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_stream", b"_stream", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_stream", b"_stream", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
