@@ -8,7 +8,7 @@ import torch
 from common.clock import Clock
 from common.errors import ConfigError
 from common.messages import ExecutorInfo
-from executor_svc.attention.layout import AttentionShape
+from executor_svc.attention.layout import AttentionBackend, AttentionShape
 from executor_svc.attention.registry import make_backend
 from executor_svc.buffers import RowState
 from executor_svc.cpu_device import CpuDevice
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 # Rows beyond max_num_seqs, for sequences that are gone but still named by steps in flight.
 LIMBO_ROWS = 64
-# Longest context with a graph on a GPU: the torch backend gathers rows x context, which at a model's longest context
-# would not fit beside the cache. Longer ones run eagerly.
+# Longest context with a graph on a GPU where attention gathers rows x context, which at a model's longest context would
+# not fit beside the cache. Longer ones run eagerly.
 GRAPH_CONTEXT = 4096
 FEATURES = ("logprobs", "prompt_logprobs", "raw_logits", "penalties", "bias", "allowed_ids", "min_tokens", "copies")
 
@@ -114,6 +114,8 @@ def build_runner(
         say("packing weights", 0, 1)
         ops.pack(_weights(model))
         say("packing weights", 1, 1)
+    attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
+    backend = make_backend(attention_backend, attention_shape, ops, device.torch_device)
     shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, model.dtype)
     on_cpu = device.torch_device.type == "cpu"
     available = host_available() if on_cpu else cuda_available(device.torch_device)
@@ -129,11 +131,9 @@ def build_runner(
     cache = KvCache(shape, count, lambda size, dtype: device.zeros(*size, dtype=dtype))
     if buckets is None:
         buckets = () if on_cpu else default_buckets(max_num_seqs)
-    graphs = GraphCache(buckets, context_buckets(context if on_cpu else min(context, GRAPH_CONTEXT)))
+    graphs = GraphCache(buckets, _graph_contexts(backend, context, on_cpu))
     num_rows = max_num_seqs + LIMBO_ROWS
     state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
-    attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
-    backend = make_backend(attention_backend, attention_shape, ops)
     # What was filled above ran on the default stream, which the others do not wait for.
     device.synchronize()
     step = DeviceStep(model, backend, cache, state, graphs)
@@ -169,6 +169,13 @@ def build_runner(
         staging_bytes=_staging_bytes(max_tokens_per_step, num_rows),
         clock=clock,
     )
+
+
+def _graph_contexts(backend: AttentionBackend, context: int, on_cpu: bool) -> tuple[int, ...]:
+    """Buckets of context that decode graphs are made for; a backend that gathers nothing needs one."""
+    if not backend.gathers:
+        return (context,)
+    return context_buckets(context if on_cpu else min(context, GRAPH_CONTEXT))
 
 
 def default_buckets(max_num_seqs: int) -> tuple[int, ...]:

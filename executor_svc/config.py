@@ -33,7 +33,9 @@ class ExecutorConfig(ServiceConfig):
         default=0, ge=0, description="tokens in one step, at most; 0: 512 on a CPU, 2048 on a GPU"
     )
     max_context: int = Field(default=0, ge=0, description="prompt and completion together, tokens; 0: the model's own")
-    attention_backend: str = Field(default="auto", description="auto, torch or exact; auto: what suits numerics")
+    attention_backend: str = Field(
+        default="auto", description="auto, torch, triton or exact; auto: what suits numerics and device"
+    )
     threads: int = Field(
         default=0, ge=0, description="compute threads on the CPU; 0: what host, cgroup and affinity give"
     )

@@ -6,7 +6,14 @@ from typing import Protocol
 import torch
 
 from executor_svc.attention.base import Attend
-from executor_svc.attention.layout import AttentionBackend, DecodePart, PrefillPart, StepLayout
+from executor_svc.attention.layout import (
+    AttentionBackend,
+    DecodePart,
+    PrefillColumns,
+    PrefillPart,
+    RowTables,
+    StepLayout,
+)
 from executor_svc.buffers import RowState
 from executor_svc.graph_cache import GraphCache, GraphShape
 from executor_svc.kv_cache import KvCache
@@ -87,7 +94,8 @@ class StepInputs:
     rows: [B]. Where every row decodes, the rest is None: one token per row. token_at: [T], batch place of each token;
     token_ids, positions: [T], -1: the row's last token. last_at: [B], each row's last token of the step.
     sampling: [S], batch places that sample; None: all. decode_tokens [D], decode_at [D]: places of decoding rows.
-    raw_tokens: [R], tokens of the step whose logits are wanted. context bounds what a decoding row attends to.
+    chunk_columns: [4, C], the chunks' fields in their order. raw_tokens: [R], tokens whose logits are wanted. context
+    bounds what a decoding row attends to.
     logprobs_at: [L], places among the sampling rows, each with num_top most likely tokens.
     """
 
@@ -103,6 +111,7 @@ class StepInputs:
     decode_tokens: torch.Tensor | None = None
     decode_at: torch.Tensor | None = None
     chunks: tuple[Chunk, ...] = ()
+    chunk_columns: torch.Tensor | None = None
     raw_tokens: torch.Tensor | None = None
     logprobs_at: torch.Tensor | None = None
     num_top: int = 0
@@ -134,6 +143,7 @@ class DeviceStep:
         self._state = state
         self._graphs = graphs
         self._block_size = cache.shape.block_size
+        self._tables = RowTables(state.block_tables, state.length, cache.shape.block_size)
 
     # ---------------------------------------------------------------------------------------------------- changes
 
@@ -220,9 +230,8 @@ class DeviceStep:
         state = self._state
         length = state.length.index_select(0, rows)
         positions = length - 1
-        tables = self._tables(rows, context)
         slots = self._slots(rows, positions)
-        layout = StepLayout(slots, DecodePart(None, tables, length, context), ())
+        layout = StepLayout(slots, self._tables, DecodePart(None, rows, context), (), None)
         attend = self._attention.begin(self._cache, layout)
         hidden = self._model.forward(state.last_token.index_select(0, rows), positions, attend)
         return hidden, self._status(hidden, rows)
@@ -236,15 +245,10 @@ class DeviceStep:
         positions = torch.where(inputs.positions < 0, length - 1, inputs.positions)
         decode = None
         if inputs.decode_at is not None:
-            decode_rows = rows.index_select(0, inputs.decode_at)
-            lengths = state.length.index_select(0, decode_rows)
-            tables = self._tables(decode_rows, inputs.context)
-            decode = DecodePart(inputs.decode_tokens, tables, lengths, inputs.context)
-        prefills = tuple(
-            PrefillPart(c.first, c.count, c.start, self._tables(rows[c.at : c.at + 1], c.start + c.count)[0])
-            for c in inputs.chunks
-        )
-        layout = StepLayout(self._slots(token_rows, positions), decode, prefills)
+            decode = DecodePart(inputs.decode_tokens, rows.index_select(0, inputs.decode_at), inputs.context)
+        prefills = tuple(PrefillPart(c.first, c.count, c.start, rows[c.at : c.at + 1]) for c in inputs.chunks)
+        columns = None if inputs.chunk_columns is None else PrefillColumns(rows, inputs.chunk_columns)
+        layout = StepLayout(self._slots(token_rows, positions), self._tables, decode, prefills, columns)
         hidden = self._model.forward(tokens, positions, self._attention.begin(self._cache, layout))
         bad = torch.zeros(rows.shape[0], dtype=torch.float32, device=rows.device)
         bad.index_add_(0, inputs.token_at, (~_is_finite(hidden)).float())
@@ -289,10 +293,6 @@ class DeviceStep:
         return outputs
 
     # ------------------------------------------------------------------------------------------------------ parts
-
-    def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        num_blocks = -(-context // self._block_size)
-        return self._state.block_tables[:, :num_blocks].index_select(0, rows).to(torch.int64)
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where each token's keys and values go; the sink for padding."""

@@ -210,6 +210,8 @@ class Stager:
             positions[first : first + count] = np.arange(start, start + count)
             chunks.append(Chunk(at, first, count, start))
         inputs.chunks = tuple(chunks)
+        columns = [[c.at, c.first, c.count, c.start] for c in chunks]
+        inputs.chunk_columns = slot.put(np.array(columns, np.int64).T.copy())
         inputs.token_at = slot.put(np.repeat(np.arange(batch.num_rows), batch.counts))
         inputs.token_ids = slot.put(ids)
         inputs.positions = slot.put(positions)

@@ -9,7 +9,7 @@ way into the bits, as long as the products are batch-invariant, which `ExactOps`
 import torch
 
 from executor_svc.attention.base import Attend
-from executor_svc.attention.layout import AttentionShape, DecodePart, PrefillPart, StepLayout
+from executor_svc.attention.layout import AttentionShape, PrefillPart, StepLayout
 from executor_svc.kv_cache import KvCache
 from executor_svc.numerics import ExactOps
 
@@ -27,6 +27,10 @@ class ExactAttention:
     def name(self) -> str:
         return "exact"
 
+    @property
+    def gathers(self) -> bool:
+        return True
+
     def begin(self, cache: KvCache, layout: StepLayout) -> Attend:
         return _Step(self._shape, self._ops, cache, layout)
 
@@ -40,9 +44,14 @@ class _Step:
         self._cache = cache
         self._layout = layout
         size = cache.shape.block_size
-        self._prefill_slots = [tile_slots(p.table[None], p.start + p.count, size) for p in layout.prefills]
-        decode = layout.decode
-        self._decode_slots = None if decode is None else tile_slots(decode.tables, decode.max_length, size)
+        tables, decode = layout.tables, layout.decode
+        self._prefill_slots = [
+            tile_slots(tables.gather(p.row, p.start + p.count), p.start + p.count, size) for p in layout.prefills
+        ]
+        self._decode_slots = self._positions = None
+        if decode is not None:
+            self._decode_slots = tile_slots(tables.gather(decode.rows, decode.max_length), decode.max_length, size)
+            self._positions = (tables.lengths.index_select(0, decode.rows) - 1)[:, None]
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         layout = self._layout
@@ -50,18 +59,16 @@ class _Step:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part, slots in zip(layout.prefills, self._prefill_slots, strict=True):
             out[part.first : part.first + part.count] = self._prefill(layer, part, slots, q)
-        if layout.decode is not None and self._decode_slots is not None:
+        if layout.decode is not None:
             index = layout.decode.index
             if index is None:
-                return self._decode(layer, layout.decode, self._decode_slots, q)
-            decoded = self._decode(layer, layout.decode, self._decode_slots, q.index_select(0, index))
-            out.index_copy_(0, index, decoded)
+                return self._decode(layer, q)
+            out.index_copy_(0, index, self._decode(layer, q.index_select(0, index)))
         return out
 
-    def _decode(self, layer: int, part: DecodePart, slots: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        queries = q[:, None]
-        positions = (part.lengths - 1)[:, None]
-        return self._attend(layer, queries, positions, slots)[:, 0]
+    def _decode(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        assert self._positions is not None and self._decode_slots is not None
+        return self._attend(layer, q[:, None], self._positions, self._decode_slots)[:, 0]
 
     def _prefill(self, layer: int, part: PrefillPart, slots: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         piece = max(1, _MAX_SCORES // (slots.shape[1] * self._shape.num_heads))

@@ -1,6 +1,9 @@
 """Attention backends by name."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
 
 from common.errors import ConfigError
 from executor_svc.attention.exact import ExactAttention
@@ -8,32 +11,61 @@ from executor_svc.attention.layout import AttentionBackend, AttentionShape
 from executor_svc.attention.torch_paged import TorchPagedAttention
 from executor_svc.numerics import ExactOps, FastOps
 
+Ops = FastOps | ExactOps
 
-def _torch(shape: AttentionShape, ops: FastOps | ExactOps) -> AttentionBackend:
+
+def _torch(shape: AttentionShape, ops: Ops, device: torch.device) -> AttentionBackend:
+    if isinstance(ops, ExactOps):
+        raise ConfigError(
+            "numerics=exact needs attention backend exact or triton, not torch", field="attention_backend"
+        )
     return TorchPagedAttention(shape)
 
 
-def _exact(shape: AttentionShape, ops: FastOps | ExactOps) -> AttentionBackend:
+def _exact(shape: AttentionShape, ops: Ops, device: torch.device) -> AttentionBackend:
     if not isinstance(ops, ExactOps):
         raise ConfigError("attention backend exact needs numerics=exact", field="attention_backend")
     return ExactAttention(shape, ops)
 
 
-BACKENDS: dict[str, Callable[[AttentionShape, FastOps | ExactOps], AttentionBackend]] = {
+def _triton(shape: AttentionShape, ops: Ops, device: torch.device) -> AttentionBackend:
+    if find_spec("triton") is None:
+        raise ConfigError(
+            "attention backend triton needs the package triton, which a CUDA build of torch brings",
+            field="attention_backend",
+        )
+    if device.type != "cuda" and not _is_interpreted():
+        raise ConfigError(f"attention backend triton needs a CUDA device, not {device}", field="attention_backend")
+    # Only now: the package is no part of a CPU's installation.
+    from executor_svc.attention.triton_paged import TritonAttention
+
+    return TritonAttention(shape, exact=isinstance(ops, ExactOps))
+
+
+BACKENDS: dict[str, Callable[[AttentionShape, Ops, torch.device], AttentionBackend]] = {
     "torch": _torch,
     "exact": _exact,
+    "triton": _triton,
 }
 
 
-def make_backend(name: str, shape: AttentionShape, ops: FastOps | ExactOps) -> AttentionBackend:
-    """`name`: one of BACKENDS, or "auto": what suits `ops`. Raises ConfigError."""
+def make_backend(name: str, shape: AttentionShape, ops: Ops, device: torch.device) -> AttentionBackend:
+    """`name`: one of BACKENDS, or "auto": what suits `ops` and the device. Raises ConfigError."""
     if name == "auto":
-        name = "exact" if isinstance(ops, ExactOps) else "torch"
+        if isinstance(ops, ExactOps):
+            name = "exact"
+        else:
+            name = "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
     if name not in BACKENDS:
         raise ConfigError(
             f"unknown attention backend {name!r}; there are: auto, {', '.join(sorted(BACKENDS))}",
             field="attention_backend",
         )
-    if isinstance(ops, ExactOps) and name != "exact":
-        raise ConfigError(f"numerics=exact needs attention backend exact, not {name}", field="attention_backend")
-    return BACKENDS[name](shape, ops)
+    return BACKENDS[name](shape, ops, device)
+
+
+def _is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which tests do on the CPU."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from executor_svc.attention.base import Attend
-from executor_svc.attention.layout import AttentionShape, DecodePart, PrefillPart, StepLayout
+from executor_svc.attention.layout import AttentionShape, PrefillPart, StepLayout
 from executor_svc.kv_cache import KvCache
 
 
@@ -47,6 +47,10 @@ class TorchPagedAttention:
     def name(self) -> str:
         return "torch"
 
+    @property
+    def gathers(self) -> bool:
+        return True
+
     def begin(self, cache: KvCache, layout: StepLayout) -> Attend:
         return _Step(self._shape, self._workspace, cache, layout)
 
@@ -59,6 +63,11 @@ class _Step:
         self._workspace = workspace
         self._cache = cache
         self._layout = layout
+        tables, decode = layout.tables, layout.decode
+        self._prefill_tables = [tables.gather(part.row, part.start + part.count)[0] for part in layout.prefills]
+        if decode is not None:
+            self._decode_tables = tables.gather(decode.rows, decode.max_length)
+            self._decode_lengths = tables.lengths.index_select(0, decode.rows)
         self._decode_masks: dict[int, torch.Tensor] = {}
         self._prefill_masks: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -66,25 +75,26 @@ class _Step:
         layout = self._layout
         self._cache.write(layer, layout.slots, k, v)
         if layout.decode is not None and layout.decode.index is None:
-            return self._decode(layer, layout.decode, q)
+            return self._decode(layer, q)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for number, part in enumerate(layout.prefills):
             own = slice(part.first, part.first + part.count)
             out[own] = self._prefill(layer, number, part, q[own], k[own], v[own])
         if layout.decode is not None and layout.decode.index is not None:
             index = layout.decode.index
-            out.index_copy_(0, index, self._decode(layer, layout.decode, q.index_select(0, index)))
+            out.index_copy_(0, index, self._decode(layer, q.index_select(0, index)))
         return out
 
-    def _decode(self, layer: int, part: DecodePart, q: torch.Tensor) -> torch.Tensor:
+    def _decode(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         shape = self._shape
         batch = q.shape[0]
-        keys = self._workspace.gather(0, self._cache.keys[layer], part.tables).transpose(1, 2)
-        values = self._workspace.gather(1, self._cache.values[layer], part.tables).transpose(1, 2)
+        keys = self._workspace.gather(0, self._cache.keys[layer], self._decode_tables).transpose(1, 2)
+        values = self._workspace.gather(1, self._cache.values[layer], self._decode_tables).transpose(1, 2)
         window = shape.windows[layer]
         mask = self._decode_masks.get(window)
         if mask is None:
-            mask = self._decode_masks[window] = _decode_mask(part, keys.shape[2], window, shape.group, q.dtype)
+            mask = _decode_mask(self._decode_lengths, keys.shape[2], window, shape.group, q.dtype)
+            self._decode_masks[window] = mask
         grouped = q.view(batch, shape.num_kv_heads, shape.group, shape.head_dim)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=shape.scale)
         return out.reshape(batch, shape.num_heads, shape.head_dim)
@@ -103,7 +113,11 @@ class _Step:
             )
             return out[0].transpose(0, 1)
         keys, values = (
-            blocks[layer].index_select(0, part.table).flatten(0, 1)[:total].transpose(0, 1).unsqueeze(0)
+            blocks[layer]
+            .index_select(0, self._prefill_tables[number])
+            .flatten(0, 1)[:total]
+            .transpose(0, 1)
+            .unsqueeze(0)
             for blocks in (self._cache.keys, self._cache.values)
         )
         mask = self._prefill_masks.get((number, window))
@@ -115,10 +129,10 @@ class _Step:
         return out[0].transpose(0, 1)
 
 
-def _decode_mask(part: DecodePart, width: int, window: int, group: int, dtype: torch.dtype) -> torch.Tensor:
+def _decode_mask(lengths: torch.Tensor, width: int, window: int, group: int, dtype: torch.dtype) -> torch.Tensor:
     """Additive, [B, 1, group, width]."""
-    positions = torch.arange(width, device=part.lengths.device)
-    lengths = part.lengths[:, None]
+    positions = torch.arange(width, device=lengths.device)
+    lengths = lengths[:, None]
     hidden = positions >= lengths
     if window:
         hidden |= positions < lengths - window

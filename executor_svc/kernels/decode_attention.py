@@ -17,12 +17,21 @@ import torch
 import triton
 import triton.language as tl
 
-from executor_svc.kernels.tiles import LOWEST, cache_places, divided, load_tile, take_part, take_tile
+from executor_svc.kernels.tiles import (
+    LOG2_E,
+    LOWEST,
+    cache_places,
+    divided,
+    load_tile,
+    padded_dim,
+    take_part,
+    take_tile,
+    tile_keys,
+)
 
-# Programs that keep a large GPU busy: two for each of 132 multiprocessors.
-_PROGRAMS = 264
+# Programs at most: four for each of 132 multiprocessors, of which three fit at once.
+_PROGRAMS = 528
 _MAX_SPLITS = 32
-_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -33,6 +42,7 @@ def decode_kernel(
     SPLITS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, HAS_INDEX: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """See decode_attention."""
     head, split, at = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(rows + at)
     token = at
@@ -131,9 +141,14 @@ class DecodeSplit:
 
 
 def even_split(batch: int, kv_heads: int, max_length: int) -> DecodeSplit:
-    """Enough programs for a large GPU, none for less than 128 keys where a sequence is at its longest."""
-    wanted = -(-_PROGRAMS // max(1, batch * kv_heads))
-    return DecodeSplit(max(1, min(wanted, _MAX_SPLITS, -(-max_length // 128))))
+    """Enough programs for a large GPU, but no parts of fewer than 128 keys where a sequence is at its longest.
+
+    A power of two, so that few kernels are compiled. The batch alone decides: `max_length` is what a row can ever hold.
+    """
+    parts = 1
+    while parts < _MAX_SPLITS and 2 * parts * batch * kv_heads <= _PROGRAMS and 256 * parts <= max_length:
+        parts *= 2
+    return DecodeSplit(parts)
 
 
 def fixed_split(max_length: int, tokens: int) -> DecodeSplit:
@@ -180,23 +195,21 @@ def decode_attention(
     q, out: [T, heads, head_dim], the last two dimensions contiguous, out wholly. keys, values: [blocks, block_size,
     kv_heads, head_dim], contiguous. block_tables: int32 [num_rows, max_blocks]; lengths: int64 [num_rows], tokens
     attended to. rows: int64 [B], -1 for padding, whose output is 0. index: int64 [B], places in q and out; None: b.
-    No row is longer than the split was made for. Launch: (kv_heads, parts, B) programs; where parts > 1, (heads, B)
-    more.
+    No row is longer than the split was made for. Launch: (kv_heads, parts, B) programs, and (heads, B) to join parts.
     """
     batch = rows.shape[0]
     heads, dim = q.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
-    padded = max(16, triton.next_power_of_2(dim))
-    tile = 64 if padded * q.element_size() <= 256 else 32
+    padded = padded_dim(dim)
     assert split.tokens % 64 == 0
     decode_kernel[(kv_heads, split.parts, batch)](
         q, keys, values, block_tables, lengths, rows, rows if index is None else index, out,
         workspace.parts, workspace.stats,
-        q.stride(0), block_tables.stride(0), scale * _LOG2_E,
+        q.stride(0), block_tables.stride(0), scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=block_size, WINDOW=window,
         SPLITS=split.parts, SPLIT_TOKENS=split.tokens, HAS_INDEX=index is not None,
-        M=max(16, triton.next_power_of_2(group)), D=padded, TILE=tile, STAGES=5, num_warps=4,
+        M=max(16, triton.next_power_of_2(group)), D=padded, TILE=tile_keys(dim, q.dtype), STAGES=5, num_warps=4,
     )  # fmt: skip
     if split.parts > 1:
         join_kernel[(heads, batch)](

@@ -4,11 +4,23 @@ Scores are in units of log2, so that weights are powers of two. A running softma
 values' sum weighted by 2^(score - top), the largest score, the weights' sum. Source: arXiv 1805.02867, 2205.14135.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 # The top of a softmax over nothing: finite, so that a difference of two tops is no NaN.
 LOWEST = tl.constexpr(-1.0e30)
+LOG2_E = 1.4426950408889634
+
+
+def padded_dim(head_dim: int) -> int:
+    """Columns a tile has for a head: a power of two that the matrix units take."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys in one tile, so that two of keys and two of values fit a third of a multiprocessor."""
+    return 64 if padded_dim(head_dim) * dtype.itemsize <= 256 else 32
 
 
 @triton.jit

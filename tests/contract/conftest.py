@@ -34,6 +34,27 @@ class Makers:
             executor.close()
 
 
+# Triton's interpreter takes a tenth of a second for a launch, so the kernels on the CPU meet the part of the contract
+# that attention and the cache have a say in. On a GPU they meet all of it, as "cuda".
+INTERPRETED = {
+    "test_a_row_samples_exactly_at_its_last_known_token",
+    "test_plans_are_launched_before_results_are_known",
+    "test_prefill_and_decode_mix_in_one_step_in_any_rows",
+    "test_copied_blocks_hold_what_the_source_held",
+    "test_cached_blocks_stand_for_their_tokens",
+    "test_row_errors_kill_one_row_until_it_is_released",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not _is_left_out(item)]
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    call = getattr(item, "callspec", None)
+    return call is not None and call.params.get("make") == "triton" and item.originalname not in INTERPRETED  # type: ignore[attr-defined]
+
+
 @pytest.fixture(params=[*KINDS, pytest.param("cuda", marks=pytest.mark.gpu)])
 def make(request: pytest.FixtureRequest) -> Iterator[Makers]:
     if request.param == "cuda" and not torch.cuda.is_available():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+import tests.interpreter  # noqa: F401 - kernels on the CPU
 from executor_svc.build import build_runner, make_device, make_ops
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.loader.random import random_decoder
@@ -26,7 +27,7 @@ MAX_CONTEXT = 64
 EOS = 2
 NAN_TOKEN = 96
 
-KINDS = ("toy", "exact", "fast", "late", "graphs")
+KINDS = ("toy", "exact", "fast", "late", "graphs", "triton")
 
 
 def tiny_config(*, window: int = 0) -> ModelConfig:
@@ -84,6 +85,7 @@ def tiny_runner(
     num_blocks: int = NUM_BLOCKS,
     max_tokens: int = MAX_TOKENS,
     buckets: Sequence[int] = (),
+    attention_backend: str = "auto",
 ) -> Runner:
     ops = make_ops(numerics)
     device = device or CpuDevice(threads=1)
@@ -97,6 +99,7 @@ def tiny_runner(
         max_tokens_per_step=max_tokens,
         pipeline_depth=depth,
         buckets=buckets,
+        attention_backend=attention_backend,
         model_id="tiny",
         model_hash="tiny-0",
         eos_ids=(EOS,),
@@ -135,6 +138,10 @@ class Maker:
                 return tiny_runner(device=LateDevice(seed=1), nan_token=nan_token)
             case "graphs":
                 return tiny_runner(nan_token=nan_token, buckets=(1, 2, 4, 8))
+            case "triton":
+                return tiny_runner(numerics="fast", attention_backend="triton", nan_token=nan_token, buckets=(1, 2, 4))
+            case "triton exact":
+                return tiny_runner(attention_backend="triton", nan_token=nan_token)
             case "cuda":
                 device = make_device("cuda")
                 return tiny_runner(numerics="fast", device=device, nan_token=nan_token, buckets=(1, 2, 4, 8))

@@ -3,14 +3,24 @@
 import pytest
 import torch
 
+import tests.interpreter  # noqa: F401 - runs the kernels of backend "triton"
 from common.errors import ConfigError
-from executor_svc.attention.layout import AttentionBackend, AttentionShape, DecodePart, PrefillPart, StepLayout
+from executor_svc.attention.layout import (
+    AttentionBackend,
+    AttentionShape,
+    DecodePart,
+    PrefillColumns,
+    PrefillPart,
+    RowTables,
+    StepLayout,
+)
 from executor_svc.attention.registry import make_backend
 from executor_svc.build import make_ops
 from executor_svc.kv_cache import KvCache, KvShape
 from executor_svc.numerics import ExactOps
 
 DIM = 16
+_ROWS = 8
 SHAPES = {"grouped": (6, 2), "alone": (4, 4), "one": (3, 1)}
 
 
@@ -41,7 +51,9 @@ class Scene:
         ops = make_ops("exact" if name == "exact" else "fast")
         if isinstance(ops, ExactOps):
             ops.settle({(8, DIM)}, torch.device("cpu"))
-        self.backend: AttentionBackend = make_backend(name, AttentionShape(heads, kv_heads, DIM, (window,)), ops)
+        self.backend: AttentionBackend = make_backend(
+            name, AttentionShape(heads, kv_heads, DIM, (window,)), ops, torch.device("cpu")
+        )
         shape = KvShape(1, kv_heads, DIM, block_size, torch.float32)
         self.cache = KvCache(shape, 128, lambda size, dtype: torch.full(size, 100.0, dtype=dtype))
         self.cache.data[:, :, self.cache.null_block] = 0
@@ -53,28 +65,36 @@ class Scene:
     def step(self, work: list[tuple[int, Sequence, int, int]]) -> list[torch.Tensor]:
         """work: (row, sequence, start, count) in one step; rows with count 1 and start > 0 decode."""
         slots: list[int] = []
-        prefills, decode_tokens, decode_rows, lengths = [], [], [], []
+        prefills, columns, decode_tokens, decode_rows = [], [], [], []
+        lengths = torch.ones(_ROWS, dtype=torch.int64)
         first = 0
         for row, _, start, count in work:
             table = self._tables.setdefault(row, [])
             while len(table) * self.size < start + count:
                 table.append(self._free.pop())
             slots += [table[p // self.size] * self.size + p % self.size for p in range(start, start + count)]
+            lengths[row] = start + count
             if count == 1 and start:
                 decode_tokens.append(first)
                 decode_rows.append(row)
-                lengths.append(start + 1)
             else:
-                prefills.append(PrefillPart(first, count, start, torch.tensor(table)))
+                prefills.append(PrefillPart(first, count, start, torch.tensor([row])))
+                columns.append([row, first, count, start])
             first += count
+        tables = torch.full((_ROWS, max(map(len, self._tables.values()))), self.cache.null_block, dtype=torch.int32)
+        for row, table in self._tables.items():
+            tables[row, : len(table)] = torch.tensor(table)
         decode = None
         if decode_rows:
-            width = max(len(self._tables[row]) for row in decode_rows)
-            null = self.cache.null_block
-            tables = [self._tables[row] + [null] * (width - len(self._tables[row])) for row in decode_rows]
             index = torch.tensor(decode_tokens) if prefills else None
-            decode = DecodePart(index, torch.tensor(tables), torch.tensor(lengths), max(lengths))
-        layout = StepLayout(torch.tensor(slots), decode, tuple(prefills))
+            decode = DecodePart(index, torch.tensor(decode_rows), int(lengths[decode_rows].max()))
+        layout = StepLayout(
+            torch.tensor(slots),
+            RowTables(tables, lengths, self.size),
+            decode,
+            tuple(prefills),
+            PrefillColumns(torch.arange(_ROWS), torch.tensor(columns).t().contiguous()) if columns else None,
+        )
         parts = [(s.q[a : a + n], s.k[a : a + n], s.v[a : a + n]) for _, s, a, n in work]
         q, k, v = (torch.cat(columns) for columns in zip(*parts, strict=True))
         with torch.inference_mode():
@@ -82,7 +102,7 @@ class Scene:
         return list(torch.split(out, [count for _, _, _, count in work]))
 
 
-@pytest.mark.parametrize("name", ["torch", "exact"])
+@pytest.mark.parametrize("name", ["torch", "exact", "triton"])
 @pytest.mark.parametrize("heads", SHAPES)
 @pytest.mark.parametrize("window", [0, 5, 70])
 def test_mixed_steps_give_what_plain_attention_gives(name: str, heads: str, window: int) -> None:
@@ -135,10 +155,26 @@ def test_exact_decode_bits_do_not_depend_on_the_batch() -> None:
 
 
 def test_backends_by_name() -> None:
-    shape = AttentionShape(4, 2, DIM, (0,))
-    assert make_backend("auto", shape, make_ops("fast")).name == "torch"
-    assert make_backend("auto", shape, make_ops("exact")).name == "exact"
+    shape, cpu = AttentionShape(4, 2, DIM, (0,)), torch.device("cpu")
+    assert make_backend("auto", shape, make_ops("fast"), cpu).name == "torch"
+    assert make_backend("auto", shape, make_ops("exact"), cpu).name == "exact"
+    assert make_backend("auto", shape, make_ops("fast"), torch.device("cuda")).name == "triton"
     for name, numerics in (("nonsense", "fast"), ("exact", "fast"), ("torch", "exact")):
         with pytest.raises(ConfigError) as error:
-            make_backend(name, shape, make_ops(numerics))
+            make_backend(name, shape, make_ops(numerics), cpu)
         assert error.value.field == "attention_backend"
+
+
+def test_without_triton_its_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(4, 2, DIM, (0,))
+    monkeypatch.setattr("executor_svc.attention.registry.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package triton"):
+        make_backend("triton", shape, make_ops("fast"), torch.device("cuda"))
+    assert make_backend("auto", shape, make_ops("fast"), torch.device("cuda")).name == "torch"
+
+
+def test_on_a_cpu_the_triton_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(4, 2, DIM, (0,))
+    monkeypatch.setattr("executor_svc.attention.registry._is_interpreted", lambda: False)
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        make_backend("triton", shape, make_ops("fast"), torch.device("cpu"))

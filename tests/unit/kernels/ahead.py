@@ -27,6 +27,7 @@ from executor_svc.kernels.decode_attention import (
     even_split,
     fixed_split,
 )
+from executor_svc.kernels.prefill_attention import prefill_attention
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -104,12 +105,28 @@ def decode(dim: int, split: DecodeSplit, *, dtype: torch.dtype = torch.bfloat16,
     )  # fmt: skip
 
 
+def prefill(dim: int, *, dtype: torch.dtype = torch.bfloat16, window: int = 0, split: int = 0) -> None:
+    heads, kv_heads = 32, 8
+    q = torch.empty(256, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+    cache = torch.empty(2, 9, 16, kv_heads, dim, dtype=dtype)
+    prefill_attention(
+        q, cache[0], cache[1], torch.empty(5, 64, dtype=torch.int32), torch.empty(4, dtype=torch.int64),
+        torch.empty(4, 3, dtype=torch.int64), torch.empty(256, heads, dim, dtype=dtype),
+        scale=dim**-0.5, window=window, split_tokens=split,
+    )  # fmt: skip
+
+
 CASES: dict[str, Callable[[], None]] = {
     "decode, l1b": lambda: decode(64, even_split(1, 8, 4096)),
     "decode, l8b": lambda: decode(128, even_split(1, 8, 4096)),
     "decode, one part": lambda: decode(128, DecodeSplit(1)),
     "decode, window": lambda: decode(128, DecodeSplit(2), window=1024),
     "decode, exact": lambda: decode(128, fixed_split(4096, 1024), dtype=torch.float32),
+    "prefill, l1b": lambda: prefill(64),
+    "prefill, l8b": lambda: prefill(128),
+    "prefill, window": lambda: prefill(128, window=1024),
+    "prefill, float32": lambda: prefill(128, dtype=torch.float32),
+    "prefill, exact": lambda: prefill(128, dtype=torch.float32, split=1024),
 }
 
 

@@ -122,5 +122,5 @@ def test_few_long_sequences_are_split_and_many_are_not() -> None:
     assert even_split(1, 8, 131072).parts == 32
     assert even_split(1, 8, 256).parts == 2
     assert even_split(256, 8, 131072).parts == 1
-    assert even_split(16, 8, 4096).parts == 3
+    assert even_split(16, 8, 4096).parts == 4
     assert fixed_split(1000, 256) == DecodeSplit(4, 256)
