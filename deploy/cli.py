@@ -61,6 +61,14 @@ def executor(context: typer.Context) -> None:
     _become("executor_svc", context.args)
 
 
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def simulate(context: typer.Context) -> None:
+    """Run the real scheduler core against modelled executors; --help lists the flags."""
+    from deploy.simulate_command import run as run_simulate
+
+    raise typer.Exit(run_simulate(context.args))
+
+
 def _become(module: str, arguments: list[str]) -> NoReturn:
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])

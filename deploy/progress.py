@@ -5,10 +5,14 @@ from typing import TextIO
 
 
 class ProgressLine:
-    """A common.model_files Progress. Owned by one thread; `done` ends the moving line."""
+    """A common.model_files Progress, of bytes unless another `unit` is named. Owned by one thread.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    `done` ends the moving line.
+    """
+
+    def __init__(self, stream: TextIO | None = None, unit: str = "MB") -> None:
         self._stream = stream or sys.stderr
+        self._unit = unit
         self._moving = self._stream.isatty()
         self._activity = ""
         self._quarter = -1
@@ -21,7 +25,8 @@ class ProgressLine:
         if total <= 0:
             text, quarter = activity, 0
         else:
-            text = f"{activity}  {100 * done // total:3d} %  ({done / 1e6:.1f} of {total / 1e6:.1f} MB)"
+            amounts = f"{done / 1e6:.1f} of {total / 1e6:.1f}" if self._unit == "MB" else f"{done:,} of {total:,}"
+            text = f"{activity}  {100 * done // total:3d} %  ({amounts} {self._unit})"
             quarter = 4 * done // total
         if self._moving:
             self._stream.write("\r" + text.ljust(self._width))
