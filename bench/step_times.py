@@ -9,6 +9,11 @@ Nothing else may use the service meanwhile. Fresh random prompts of random lengt
 more and more at once. A step counts when its plan lay ready before the result of the step before it was back (the
 pipeline was full) and takes what the device took and the gap before it: what the executor can do, without network or
 idle time. The context it read is told from the KV blocks in use.
+
+    python -m bench.step_times --out steps.jsonl --alone
+
+On a machine that others use too: the executor alone in this process, one thread, its CPU time. That says what the work
+costs, not what the service takes: without the gaps between steps and the second core.
 """
 
 import argparse
@@ -23,9 +28,12 @@ from pathlib import Path
 
 import grpc
 
+from bench import executor_steps
 from bench.serving import Workload, commit, one
+from common.messages import ExecutorInfo
 from common.wire_handshake import decode_info
 from scheduler_svc.simulate.fit import fit_steps, read_steps, write_steps
+from scheduler_svc.simulate.step_model import Shape
 from stepwire.executor.v1 import executor_pb2 as executor_pb
 from stepwire.executor.v1 import executor_pb2_grpc as executor_rpc
 from stepwire.v1 import admin_pb2 as admin_pb
@@ -45,8 +53,17 @@ class Load:
     seed: int
 
 
-async def record(address: str, executor: str, load: Load) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Runs the load; returns the header and the steps of a file for `--fit`."""
+@dataclass(frozen=True)
+class Recorded:
+    """steps: lines of a file for `--fit`."""
+
+    conditions: dict[str, str | int | float]
+    shape: Shape
+    steps: list[dict[str, object]]
+
+
+async def record(address: str, executor: str, load: Load) -> Recorded:
+    """Runs the load against a service."""
     async with grpc.aio.insecure_channel(address) as channel, grpc.aio.insecure_channel(executor) as private:
         executor_stub: executor_rpc.ExecutorAsyncStub = executor_rpc.ExecutorStub(private)
         answer = await executor_stub.GetInfo(executor_pb.GetInfoRequest())
@@ -63,16 +80,8 @@ async def record(address: str, executor: str, load: Load) -> tuple[dict[str, obj
             await _drive(rpc.InferenceStub(channel), load, info.vocab_size, info.max_num_seqs, info.max_context)
         finally:
             watching.cancel()
-    shape = {
-        "block_size": info.block_size, "num_blocks": info.num_blocks, "max_num_seqs": info.max_num_seqs,
-        "max_tokens_per_step": info.max_tokens_per_step, "max_context": info.max_context, "vocab_size": info.vocab_size,
-    }  # fmt: skip
-    conditions = {
-        "model": info.model_id, "device": info.device, "dtype": info.dtype, "numerics": info.numerics,
-        "concurrency": "1 to 64, growing", "prompt_tokens": f"8 to {load.prompt}",
-        "output_tokens": f"8 to {load.output}", "seconds": load.seconds, "commit": commit(),
-    }  # fmt: skip
-    return {"conditions": conditions, "executor": shape}, measured(seen, info.num_blocks, info.block_size)
+    steps = measured(seen, info.num_blocks, info.block_size)
+    return Recorded(_conditions(info, load, "device work and the gap before it, pipeline full"), _shape(info), steps)
 
 
 async def _drive(stub: "rpc.InferenceAsyncStub", load: Load, vocab: int, most: int, context: int) -> None:
@@ -88,6 +97,27 @@ async def _drive(stub: "rpc.InferenceAsyncStub", load: Load, vocab: int, most: i
     for level in levels:
         until = time.monotonic() + load.seconds / len(levels)
         await asyncio.gather(*(caller(until) for _ in range(level)))
+
+
+def alone(load: Load) -> Recorded:
+    """As `record`, without a service."""
+    executor = executor_steps.build("")
+    info = executor.info
+    levels = tuple(level for level in CONCURRENCY if level <= info.max_num_seqs)
+    steps = executor_steps.steps_of(executor, levels, load.seconds / len(levels), (load.prompt, load.output))
+    return Recorded(_conditions(info, load, "CPU time of one thread, the executor alone"), _shape(info), steps)
+
+
+def _conditions(info: ExecutorInfo, load: Load, what: str) -> dict[str, str | int | float]:
+    return {
+        "model": info.model_id, "device": info.device, "dtype": info.dtype, "numerics": info.numerics, "time": what,
+        "concurrency": "1 to 64, growing", "prompt_tokens": f"8 to {load.prompt}",
+        "output_tokens": f"8 to {load.output}", "seconds": load.seconds, "commit": commit(),
+    }  # fmt: skip
+
+
+def _shape(info: ExecutorInfo) -> Shape:
+    return Shape(**{name: getattr(info, name) for name in Shape.model_fields})
 
 
 def measured(seen: list[admin_pb.WatchStepsResponse], num_blocks: int, block_size: int) -> list[dict[str, object]]:
@@ -118,16 +148,18 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=384, help="longest prompt")
     parser.add_argument("--output", type=int, default=48, help="most tokens generated")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--alone", action="store_true", help="the CPU executor and the default model in this process")
     parser.add_argument("--note", default="", help="conditions only you know: machine, threads, what else ran")
     parser.add_argument("--out", required=True, help="where the steps go, JSON lines")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     args = parser.parse_args()
     load = Load(args.seconds, args.prompt, args.output, args.seed)
-    header, steps = asyncio.run(record(args.address, args.executor, load))
-    conditions = {**dict(header["conditions"]), "note": args.note}  # type: ignore[call-overload]
-    write_steps(Path(args.out), header | {"conditions": conditions}, steps)
+    recorded = alone(load) if args.alone else asyncio.run(record(args.address, args.executor, load))
+    conditions = recorded.conditions | {"note": args.note}
+    header = {"conditions": conditions, "executor": recorded.shape.model_dump()}
+    write_steps(Path(args.out), header, recorded.steps)
     fit = fit_steps(*read_steps(Path(args.out)), name="measured")
-    results = {"steps": len(steps), **fit.model.costs[0].model_dump(), "residual": fit.model.residual}
+    results = {**fit.model.costs[0].model_dump(), "residual": fit.model.residual}
     result = {"conditions": conditions, "results": results}
     print(json.dumps(result) if args.json else json.dumps(result, indent=2))
     return 0

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         " --config: what is simulated is the configuration that would run. docs/simulation/README.md tells more.",
     )
     add = parser.add_argument
-    add("--step-model", default="smollm2-135m-cpu", help=f"{', '.join(built_in())} or a JSON file (%(default)s)")
+    add("--step-model", default="h200-l1b", help=f"{', '.join(built_in())} or a JSON file (%(default)s)")
     add("--num-executors", type=int, default=1, help="1 to 64 (%(default)s)")
     for name in _SHAPE:
         add("--" + name.replace("_", "-"), type=int, help="of an executor; else the step model's")

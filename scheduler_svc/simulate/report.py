@@ -29,7 +29,7 @@ MEANINGS: Final[dict[str, str]] = {
     "p99_itl_ms": "time between tokens, 99th percentile, ms",
     "mean_itl_ms": "time between tokens, mean, ms",
     "preemptions": "preemptions",
-    "hit_rate": "share of prompt tokens found in the prefix cache",
+    "hit_rate": "share of the prompt tokens looked for in the prefix cache that were there",
     "steps": "steps",
     "p50_step_ms": "step on the device, median, ms",
     "p95_step_ms": "step on the device, 95th percentile, ms",

@@ -87,7 +87,7 @@ def results_of(simulation: Simulation, conditions: Mapping[str, object]) -> Resu
         **{f"p{p}_itl_ms": m.gaps.percentile_ns(p) / _MS for p in PERCENTILES},
         "mean_itl_ms": m.gaps.mean_ns() / _MS,
         "preemptions": stats.preemptions,
-        "hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+        "hit_rate": stats.cache_hit_tokens / stats.cache_queried_tokens if stats.cache_queried_tokens else 0.0,
         "steps": len(steps),
         **_percentiles("step_ms", lengths),
         "mean_sequences": float(steps["num_sequences"].mean()) if len(steps) else math.nan,
