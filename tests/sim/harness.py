@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from common.clock import ManualClock
 from common.errors import StepwireError
 from common.messages import ExecutorInfo, Hello, PlanError, Sampling, StepPlan, StepResult, Welcome, u32
@@ -49,6 +51,7 @@ class Sim:
         self.tampered = False  # in this epoch
         self.records: list[StepRecord] = []
         self.corrupt_reads = self.limbo_violations = 0
+        self.stale: set[int] = set()  # blocks that hold what was computed before the last cache reset
         self._counter = 0
         self.connect()
 
@@ -146,6 +149,14 @@ class Sim:
         self.check()
         return found
 
+    def reset_cache(self) -> tuple[int, int]:
+        counts = self.scheduler.reset_cache()
+        executor = self.scheduler.executors[0]
+        self.stale = set(np.flatnonzero(executor.pool.refs).tolist())
+        assert not executor.pool.cache or len(executor.pool.cache) == 0
+        self.check()
+        return counts
+
     # -------------------------------------------------------------------------------------------------------- steps
 
     def plan(self, tamper: Callable[[StepPlan], StepPlan] | None = None) -> StepRecord | None:
@@ -154,6 +165,7 @@ class Sim:
         self.check()
         if record is not None:
             self.records.append(record)
+            self._check_stale(record.plan)
             plan = tamper(record.plan) if tamper else record.plan
             self.tampered |= plan is not record.plan
             try:
@@ -239,6 +251,19 @@ class Sim:
             assert client.submit.request_id == ending.request_id
 
     # ------------------------------------------------------------------------------------------------------- checks
+
+    def _check_stale(self, plan: StepPlan) -> None:
+        """What was computed before a cache reset is never found again. (A choice may fork from one that runs.)"""
+        if not self.stale:
+            return
+        rows, size = self.scheduler.executors[0].rows, self.toy.info.block_size
+        self.stale.difference_update(plan.grant_blocks.tolist())
+        for admit in plan.admit:
+            num_found = admit.computed_len // size
+            found = set(admit.blocks[:num_found].tolist())
+            siblings = self.scheduler.keys_of(self.clients[int(rows.keys[admit.row])].submit.request_id)
+            assert len(siblings) > 1 or not found & self.stale, "a block from before the reset was found"
+            self.stale.difference_update(admit.blocks[num_found:].tolist())
 
     def check(self) -> None:
         invariants.check(self.scheduler)

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -109,6 +110,7 @@ class Histories(RuleBasedStateMachine):
         greedy=st.booleans(),
         tenant=st.sampled_from(["", "a", "b"]),
         deadline_ms=st.sampled_from([0, 0, 15, 500]),
+        n=st.sampled_from([1, 1, 1, 2, 5]),
     )
     def submit(
         self,
@@ -127,6 +129,7 @@ class Histories(RuleBasedStateMachine):
         greedy: bool,
         tenant: str,
         deadline_ms: int,
+        n: int,
     ) -> None:
         too_long = length > self.sim.scheduler.limits()[1]
         try:
@@ -146,6 +149,7 @@ class Histories(RuleBasedStateMachine):
                 temperature=0.0 if greedy else 0.9,
                 tenant=tenant,
                 deadline_ns=self.sim.now_ns + deadline_ms * 1_000_000 if deadline_ms else 0,
+                n=n,
             )
         except TooLarge:
             assert too_long
@@ -160,6 +164,28 @@ class Histories(RuleBasedStateMachine):
         live = not client.ends and not client.silent
         found = self.sim.cancel(key) if how == "cancel" else self.sim.finish(key, max(0, len(client.tokens) - 1))
         assert found == live
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.sim.clients)
+    def abort(self, data: st.DataObject) -> None:
+        """All choices of a request at once."""
+        key = data.draw(st.sampled_from(sorted(self.sim.clients)))
+        for own in self.sim.scheduler.keys_of(self.sim.clients[key].submit.request_id):
+            assert self.sim.cancel(own)
+
+    @rule()
+    def reset_cache(self) -> None:
+        self.sim.reset_cache()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.sim.scheduler.num_running)
+    def preempt(self, data: st.DataObject) -> None:
+        """As if blocks had run out just now."""
+        executor = self.sim.scheduler.executors[0]
+        rows = np.flatnonzero(executor.rows.running & ~executor.rows.protected).tolist()
+        if rows:
+            self.sim.scheduler._planner.preempt(executor, data.draw(st.sampled_from(rows)))
+            self.sim.check()
 
     @rule(count=st.integers(1, 6))
     def plan(self, count: int) -> None:
