@@ -343,7 +343,7 @@ class Planner:
         row = executor.take_row(sequence, self._next_admission(), head.blocks, fresh, head.computed)
         executor.rows.last_step[row] = draft.step_id
         if head.leader >= 0:
-            self._fork(draft, row, head)
+            self._fork(draft, row, head, sequence)
         sequence.leader = None
         sequence.sent = min(sequence.length, MAX_EXTEND_TOKENS)
         draft.admits.append(self._admit_message(executor, sequence, row))
@@ -355,9 +355,11 @@ class Planner:
         return min(executor.context, sequence.prompt_len + wanted)
 
     @staticmethod
-    def _fork(draft: Draft, row: int, head: Head) -> None:
+    def _fork(draft: Draft, row: int, head: Head, sequence: Sequence) -> None:
         """See core/forks.py. The leader's row is named by this step from now on."""
-        rows = draft.executor.rows
+        rows, leader = draft.executor.rows, sequence.leader
+        assert leader is not None
+        sequence.hashes, sequence.hash_block_size = leader.hashes[: len(head.blocks)], leader.hash_block_size
         rows.last_step[head.leader] = draft.step_id
         rows.tainted[row] = rows.tainted[head.leader]  # what the cache must not offer of the one, nor of the other
         if head.copied >= 0:

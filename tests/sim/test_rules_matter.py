@@ -1,11 +1,16 @@
-"""Each lifetime rule switched off in turn: the tokens themselves must change. Checks the toy as much as the core."""
+"""Each lifetime rule switched off in turn: the tokens themselves must change, or the toy executor see a block written
+that a step in flight copies from. Checks the toy as much as the core."""
 
 from collections.abc import Callable
 
 import pytest
 
+from scheduler_svc.core import forks
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.draft import Draft
 from scheduler_svc.core.executor_state import ExecutorState
+from scheduler_svc.core.forks import Head
+from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import Sequence
 from tests.fakes.toy_executor import toy_info
@@ -44,6 +49,31 @@ def _count_the_last_token_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rows, "computed", lambda self, row: original(self, row) + 1)
 
 
+def _copied_blocks_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader's row is not marked as named by the step that copies its block."""
+    original = Planner._fork
+
+    def fork(draft: Draft, row: int, head: Head, sequence: Sequence) -> None:
+        last_step = int(draft.executor.rows.last_step[head.leader])
+        original(draft, row, head, sequence)
+        draft.executor.rows.last_step[head.leader] = last_step
+
+    monkeypatch.setattr(Planner, "_fork", staticmethod(fork))
+
+
+def _fork_in_the_prompts_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies come before a step's forward pass: what the same step writes is not there yet."""
+    original = Planner._admissions
+
+    def admissions(self: Planner, draft: Draft) -> None:
+        original(self, draft)
+        self._release_followers(draft)
+        original(self, draft)
+
+    monkeypatch.setattr(Planner, "_admissions", admissions)
+    monkeypatch.setattr(forks, "can_fork", lambda executor, sequence: sequence.leader is not None)
+
+
 def _wear_out(sim: Sim) -> None:
     """Requests that come and go in a small cache, while steps are in flight."""
     for round_ in range(30):
@@ -73,15 +103,30 @@ def _second_turn(sim: Sim) -> None:
     sim.run()
 
 
+def _choices(sim: Sim) -> None:
+    sim.submit(range(10, 33), 6, n=3)
+    sim.run()
+
+
+def _one_token_choices(sim: Sim) -> None:
+    """Each leader is done with its first token, while its copies are in flight, and its blocks are wanted."""
+    for _ in range(4):
+        sim.submit(range(10, 33), 1, n=3)
+        sim.submit(range(50, 70), 1)
+    sim.run()
+
+
 CASES = [
     (_no_limbo_for_blocks, _wear_out),
     (_register_at_planning, _lose_results),
     (_count_the_last_token_as_computed, _second_turn),
+    (_copied_blocks_are_not_named, _one_token_choices),
+    (_fork_in_the_prompts_own_step, _choices),
 ]
 
 
 @pytest.mark.parametrize(("break_rule", "history"), CASES, ids=lambda f: f.__name__)
-def test_without_the_rule_tokens_change(
+def test_without_the_rule_it_shows(
     break_rule: Callable[[pytest.MonkeyPatch], None],
     history: Callable[[Sim], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -91,10 +136,13 @@ def test_without_the_rule_tokens_change(
     monkeypatch.setattr(sim, "check", lambda: None)
     history(sim)
     wrong = [key for key, c in sim.clients.items() if c.tokens != sim.expected(key)[: len(c.tokens)]]
-    assert wrong
+    assert wrong or sim.toy.limbo_violations
 
 
-@pytest.mark.parametrize("history", [_wear_out, _lose_results, _second_turn], ids=lambda f: f.__name__)
+HISTORIES = [_wear_out, _lose_results, _second_turn, _one_token_choices, _choices]
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda f: f.__name__)
 def test_with_the_rules_they_do_not(history: Callable[[Sim], None]) -> None:
     sim = Sim(CoreConfig(pipeline_depth=3), toy_info(num_blocks=16, num_rows=6, max_num_seqs=4))
     history(sim)

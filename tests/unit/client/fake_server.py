@@ -34,7 +34,14 @@ def retry_info(milliseconds: int) -> error_details_pb2.RetryInfo:
 
 
 def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-    """The usual script: "Hello world", in two deltas or in one message."""
+    """The usual script: "Hello world", in two deltas or in one message, for each choice."""
+    for index in range(request.n or 1):
+        for message in _choice(request):
+            message.index = index
+            yield message
+
+
+def _choice(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
     started = pb.Started(request_id=request.request_id or "drawn", prompt_tokens=3, seed=request.sampling.seed or 7)
     finished = pb.Finished(
         reason=pb.FINISH_REASON_EOS,

@@ -61,3 +61,32 @@ def test_without_a_cache_nothing_is_kept() -> None:
     assert pool.cache is None and pool.num_free == 3
     with pytest.raises(AssertionError):
         pool.allocate(4)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_blocks_in_use_are_shared_whether_cached_or_not(use_cache: bool) -> None:
+    pool = BlockPool(4, use_cache)
+    blocks = pool.allocate(2)
+    pool.share(blocks)
+    pool.free(_table(blocks))
+    assert pool.available == 2, "the other user holds them"
+    pool.free(_table(blocks))
+    assert pool.available == pool.num_free == 4
+    with pytest.raises(AssertionError, match="a free block"):
+        pool.share(blocks)
+
+
+def test_a_reset_frees_what_is_idle_and_forgets_what_is_used() -> None:
+    pool = BlockPool(6, use_cache=True)
+    assert pool.cache is not None
+    idle, used = pool.allocate(2), pool.allocate(3)
+    pool.cache.register([b"a", b"b", b"c"], [*idle, used[0]])
+    pool.free(_table(idle))
+    assert (pool.num_free, pool.available) == (1, 3)
+    assert pool.reset_cache() == (2, 1)
+    assert (pool.num_free, pool.available, len(pool.cache)) == (3, 3, 0)
+    assert pool.cache.match([b"a"], 1) == pool.cache.match([b"c"], 1) == []
+    pool.free(_table(used))
+    assert pool.num_free == 6 and pool.reset_cache() == (0, 0)
+    assert sorted(pool.allocate(6)) == list(range(6))
+    assert BlockPool(3, use_cache=False).reset_cache() == (0, 0)

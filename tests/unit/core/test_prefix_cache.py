@@ -1,7 +1,11 @@
+import hashlib
+
+import hypothesis.strategies as st
 import numpy as np
+from hypothesis import given
 
 from common.messages import u32
-from scheduler_svc.core.prefix_cache import PrefixCache, extend_hashes
+from scheduler_svc.core.prefix_cache import PrefixCache, extend_hashes, head_hash
 
 
 def _hashes(tokens: list[int], block_size: int = 4, salt: bytes = b"", count: int | None = None) -> list[bytes]:
@@ -51,3 +55,23 @@ def test_least_recently_used_goes_first() -> None:
     assert cache.set_idle([1]) == []
     assert cache.evict(1) == [2] and cache.evict(2) == [3, 1]
     assert len(cache) == 0 and cache.match([b"a"], 1) == []
+
+
+def test_no_two_different_inputs_are_the_same_bytes() -> None:
+    """A salt may say anything: what looks like a field, a digest or a block's content stays a salt."""
+    block = u32([1, 2, 3, 4])
+    head = head_hash(b"")
+    (first,) = _hashes([1, 2, 3, 4])
+    parent, tokens = (32).to_bytes(8, "little"), (16).to_bytes(8, "little")
+    as_block = b"p" + parent + head + b"t" + tokens + block.tobytes()
+    assert hashlib.blake2b(b"B" + as_block, digest_size=32).digest() == first
+    salts = [b"", b"s", head, first, as_block, as_block[1:], b"\0", b"\0\0", block.tobytes()]
+    heads = [head_hash(salt) for salt in salts]
+    assert len({*heads, first}) == len(salts) + 1
+    # Two blocks of 2 are not one of 4, and a block of 1-token pieces hashes apart from both.
+    assert not set(_hashes([1, 2, 3, 4], 2)) & {first} and not set(_hashes([1, 2, 3, 4], 1)) & {first}
+
+
+@given(st.binary(max_size=80), st.binary(max_size=80))
+def test_heads_are_equal_only_for_equal_salts(one: bytes, other: bytes) -> None:
+    assert (head_hash(one) == head_hash(other)) == (one == other)

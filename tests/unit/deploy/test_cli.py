@@ -45,6 +45,24 @@ def test_generate_json_is_one_object(served: tuple[FakeInference, str], capsys: 
     assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 2}
 
 
+def test_generate_prints_each_of_n_answers(served: tuple[FakeInference, str], capsys: Capture) -> None:
+    server, address = served
+    assert run(["generate", "Hi", "--address", address, "--n", "3"]) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"[{i}] Hello world" for i in range(3)]
+    assert server.requests[0].n == 3 and not server.requests[0].stream
+    assert run(["generate", "Hi", "--address", address, "--n", "2", "--json"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(answer["index"] for answer in answers) == [0, 1]
+
+
+def test_reset_prefix_cache(served: tuple[FakeInference, str], capsys: Capture) -> None:
+    _, address = served
+    assert run(["reset-prefix-cache", "--address", address]) == 0
+    assert capsys.readouterr().out == "5 idle blocks dropped, 2 in use forgotten\n"
+    assert run(["reset-prefix-cache", "--address", address, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"dropped_blocks": 5, "forgotten_blocks": 2}
+
+
 def test_generate_reads_standard_input(served: tuple[FakeInference, str], monkeypatch: pytest.MonkeyPatch) -> None:
     server, address = served
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
