@@ -65,10 +65,10 @@ def _fork_in_the_prompts_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies come before a step's forward pass: what the same step writes is not there yet."""
     original = Planner._admissions
 
-    def admissions(self: Planner, draft: Draft) -> None:
-        original(self, draft)
+    def admissions(self: Planner, draft: Draft, now_ns: int) -> None:
+        original(self, draft, now_ns)
         self._release_followers(draft)
-        original(self, draft)
+        original(self, draft, now_ns)
 
     monkeypatch.setattr(Planner, "_admissions", admissions)
     monkeypatch.setattr(forks, "can_fork", lambda executor, sequence: sequence.leader is not None)
