@@ -136,6 +136,33 @@ def reset_prefix_cache(connection: Connection, json: Json = False) -> None:
         calls.reset_prefix_cache(client, json)
 
 
+@app.command()
+@grouped
+def top(
+    connection: Connection,
+    window: Annotated[float, typer.Option(min=1, max=60, help="seconds that numbers and graphs cover")] = 10.0,
+    refresh: Annotated[float, typer.Option(min=0.1, max=60, help="seconds between two pictures")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="show one picture and leave")] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="with --once: how long to watch before")] = 2.0,
+    steps: Annotated[int, typer.Option(min=0, help="with --once: leave earlier, after so many steps; 0: do not")] = 0,
+    json: Json = False,
+) -> None:
+    """Watch the steps of each executor: tokens, sequences, KV blocks, times. Ctrl-C leaves.
+
+    On a terminal a live picture; into a pipe a line for each executor and second (with --json one object a second).
+    """
+    import asyncio
+
+    from deploy.top import TopOptions, run_top
+
+    options = TopOptions(window, refresh, once, json, seconds, steps)
+
+    async def watch() -> None:
+        await run_top(connection.async_client(), options)
+
+    asyncio.run(watch())
+
+
 # ----------------------------------------------------------------------------------------------------------- models
 
 
