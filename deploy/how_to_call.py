@@ -58,6 +58,7 @@ def how_to_call(address: str, config: SchedulerConfig) -> str:
         *(f"  {line}" for line in imports),
         f'  print(Client({", ".join(arguments)}).chat([{{"role": "user", "content": "Hello"}}]).text)',
         "",
+        f"Watch its steps: stepwire top --address {quote(address)}{flags}",
         "Ctrl-C stops it.",
     ]
     return "\n".join(lines)

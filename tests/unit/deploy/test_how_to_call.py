@@ -13,6 +13,7 @@ MUTUAL = SchedulerConfig(tls_cert=Path("/c.pem"), tls_key=Path("/k"), tls_client
 def test_the_address_is_named() -> None:
     text = how_to_call("127.0.0.1:5", PLAIN)
     assert "stepwire chat --address 127.0.0.1:5\n" in text and "grpcurl -plaintext" in text and "Ctrl-C" in text
+    assert "stepwire top --address 127.0.0.1:5" in text
     assert "-unix /x" in how_to_call("unix:/x", PLAIN)
 
 
