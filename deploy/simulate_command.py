@@ -27,6 +27,7 @@ from scheduler_svc.simulate.step_model import StepModel, built_in, load_model, s
 from scheduler_svc.simulate.trace_file import FileWorkload
 from scheduler_svc.simulate.workload import DrawnWorkload, Workload
 
+_OF_TENANTS: Final = ("requests", "finished", "output_tokens", "p50_ttft_ms", "p99_ttft_ms", "contended_share")
 _SHAPE: Final = ("block_size", "num_blocks", "max_tokens_per_step", "max_context")
 
 
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         " --config: what is simulated is the configuration that would run. docs/simulation/README.md tells more.",
     )
     add = parser.add_argument
-    add("--step-model", default="h200-l1b", help=f"{', '.join(built_in())} or a JSON file (%(default)s)")
+    add("--step-model", default="smollm2-135m-cpu", help=f"{', '.join(built_in())} or a JSON file (%(default)s)")
     add("--num-executors", type=int, default=1, help="1 to 64 (%(default)s)")
     for name in _SHAPE:
         add("--" + name.replace("_", "-"), type=int, help="of an executor; else the step model's")
@@ -208,10 +209,9 @@ def _show(console: Console, results: Results) -> None:
     table.columns[1].justify = "right"
     console.print(table)
     if results.tenants:
-        names = list(next(iter(results.tenants.values())))
-        by_tenant = Table("tenant", *names, box=None)
+        by_tenant = Table("tenant", *_OF_TENANTS, box=None)
         for tenant, row in results.tenants.items():
-            by_tenant.add_row(tenant, *map(shown, row.values()))
+            by_tenant.add_row(tenant, *(shown(row[name]) for name in _OF_TENANTS))
         console.print(by_tenant)
 
 

@@ -5,6 +5,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.messages import TokenBatch
 from scheduler_svc.observer import StepRecord
 from scheduler_svc.simulate.modelled_executor import ModelledStep
@@ -29,6 +30,9 @@ STEP_COLUMNS: Final = np.dtype(
         ("waiting", np.int64),
         ("free_blocks", np.int64),
         ("context_tokens", np.int64),
+        ("preemptions", np.int64),  # of this executor, so far
+        ("admitted_tokens", np.int64),
+        ("cached_tokens", np.int64),
     ]
 )
 
@@ -43,7 +47,7 @@ class StepList:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, record: StepRecord, step: ModelledStep) -> None:
+    def add(self, record: StepRecord, step: ModelledStep, preemptions: int) -> None:
         if self._count == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros(self._count, dtype=STEP_COLUMNS)])
         self._rows[self._count] = (
@@ -59,6 +63,9 @@ class StepList:
             record.waiting,
             record.free_blocks,
             step.context_tokens,
+            preemptions,
+            step.admitted_tokens,
+            step.cached_tokens,
         )
         self._count += 1
 
@@ -103,7 +110,7 @@ class Histogram:
 class Measures:
     """Columns are [requests], times in ns, -1: has not happened."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, config: CoreConfig) -> None:
         n = len(trace)
 
         def never() -> I64:
@@ -115,7 +122,7 @@ class Measures:
         self.gaps = Histogram()
         self.steps = StepList()
         self.ended_by: dict[str, int] = {}  # requests without a finish reason, by what ended them
-        self.tenants = TenantService(trace) if len(trace.tenants) > 1 else None
+        self.tenants = TenantService(trace, config) if len(trace.tenants) > 1 else None
 
     def on_submit(self, index: int, arrival_ns: int) -> None:
         self.arrival[index] = arrival_ns
@@ -128,14 +135,16 @@ class Measures:
         if self.tenants is not None and self.first[index] == _NEVER:
             self.tenants.waiting[self.trace.tenant[index]] -= 1
 
-    def on_plan(self, record: StepRecord, step: ModelledStep) -> None:
-        self.steps.add(record, step)
+    def on_plan(self, record: StepRecord, step: ModelledStep, preemptions: int) -> None:
+        self.steps.add(record, step, preemptions)
 
     def on_result(self, batch: TokenBatch | None, record: StepRecord, now_ns: int) -> None:
         if batch is not None:
             keys = batch.keys.astype(np.int64)
             if len(batch.tokens) < len(keys):
                 keys = keys[batch.counts > 0]
+            if self.tenants is not None:
+                self.tenants.on_tokens(keys)
             last = self.last[keys]
             new = last == _NEVER
             if new.any():
@@ -154,41 +163,47 @@ class Measures:
 
 
 class TenantService:
-    """Tokens computed for each tenant (prefill and decode), sampled over time; and who waits for a first token."""
+    """What each tenant was served, sampled over time, and who waits for a first token.
 
-    def __init__(self, trace: Trace) -> None:
+    served: prompt tokens computed times input_token_weight and generated tokens times output_token_weight, as the
+    policy `fair` weighs them; not divided by the tenants' own weights, which are `weights`.
+    """
+
+    def __init__(self, trace: Trace, config: CoreConfig) -> None:
         self._tenant = trace.tenant
+        self._input_weight, self._output_weight = config.input_token_weight, config.output_token_weight
+        self.weights = np.array([config.tenant_weights.get(name, 1.0) for name in trace.tenants])
         self._count = len(trace.tenants)
         self.waiting: I64 = np.zeros(self._count, dtype=np.int64)
-        self._computed: NDArray[np.float64] = np.zeros(self._count)
+        self._served: NDArray[np.float64] = np.zeros(self._count)
         self._interval_ns = _FIRST_SAMPLE_NS
-        self._samples: list[tuple[int, NDArray[np.float64], I64]] = [(0, self._computed.copy(), self.waiting.copy())]
+        self._samples: list[tuple[int, NDArray[np.float64], I64]] = [(0, self._served.copy(), self.waiting.copy())]
 
     def started(self, indices: I64) -> None:
         self.waiting -= np.bincount(self._tenant[indices], minlength=self._count)
 
+    def on_tokens(self, indices: I64) -> None:
+        self._served += self._output_weight * np.bincount(self._tenant[indices], minlength=self._count)
+
     def on_step(self, record: StepRecord, now_ns: int) -> None:
-        plan = record.plan
-        if len(record.decode_keys):
-            decoded = np.bincount(self._tenant[record.decode_keys.astype(np.int64)], minlength=self._count)
-            self._computed += decoded
         if len(record.prefill_keys):
             owner = self._tenant[record.prefill_keys.astype(np.int64)]
-            self._computed += np.bincount(owner, weights=plan.prefill_counts, minlength=self._count)
+            computed = np.bincount(owner, weights=record.plan.prefill_counts, minlength=self._count)
+            self._served += self._input_weight * computed
         if now_ns - self._samples[-1][0] >= self._interval_ns:
-            self._samples.append((now_ns, self._computed.copy(), self.waiting.copy()))
+            self._samples.append((now_ns, self._served.copy(), self.waiting.copy()))
             if len(self._samples) > _MAX_SAMPLES:
                 self._interval_ns *= 2
                 self._samples = self._samples[::2]
 
     def samples(self) -> tuple[I64, NDArray[np.float64], I64]:
-        """Times [samples], tokens computed so far and requests waiting then [samples, tenants]."""
-        times, computed, waiting = zip(*self._samples, strict=True)
-        return np.array(times, dtype=np.int64), np.stack(computed), np.stack(waiting)
+        """Times [samples], served so far and requests waiting then [samples, tenants]."""
+        times, served, waiting = zip(*self._samples, strict=True)
+        return np.array(times, dtype=np.int64), np.stack(served), np.stack(waiting)
 
     def contended(self) -> tuple[float, NDArray[np.float64]]:
-        """Seconds in which requests of every tenant waited, and the tokens computed for each in that time."""
-        times, computed, waiting = self.samples()
+        """Seconds in which requests of every tenant waited, and what each was served in that time."""
+        times, served, waiting = self.samples()
         all_wait: NDArray[np.bool_] = np.all(waiting > 0, axis=1)
         both = all_wait[:-1] & all_wait[1:]
-        return float(np.diff(times)[both].sum()) / 1e9, np.diff(computed, axis=0)[both].sum(axis=0)
+        return float(np.diff(times)[both].sum()) / 1e9, np.diff(served, axis=0)[both].sum(axis=0)

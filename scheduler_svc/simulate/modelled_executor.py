@@ -11,12 +11,15 @@ from scheduler_svc.simulate.trace import I64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelledStep:
-    """Virtual times of one step; `context_tokens` as in step_model.Cost."""
+    """Virtual times of one step; `context_tokens` as in step_model.Cost. admitted_tokens: length of the sequences that
+    got a row; cached_tokens: of those, found in the prefix cache."""
 
     result: StepResult
     start_ns: int
     end_ns: int
     context_tokens: int
+    admitted_tokens: int
+    cached_tokens: int
 
 
 class ModelledExecutor:
@@ -31,8 +34,11 @@ class ModelledExecutor:
 
     def execute(self, plan: StepPlan, received_ns: int) -> ModelledStep:
         length = self._length
+        admitted = cached = 0
         for admit in plan.admit:
             length[admit.row] = admit.length
+            admitted += admit.length
+            cached += admit.computed_len
         emitted, prefill_tokens, context = plan.decode_rows, 0, 0
         if len(emitted):
             context = int(length[emitted].sum())
@@ -61,4 +67,4 @@ class ModelledExecutor:
                 device_idle_ns=idle_ns,
             ),
         )
-        return ModelledStep(result, start_ns, end_ns, context)
+        return ModelledStep(result, start_ns, end_ns, context, admitted, cached)

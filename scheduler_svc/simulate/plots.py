@@ -1,6 +1,7 @@
-"""SVG plots of a simulation, by file name. Needs the extra `simulate` (pygal)."""
+"""SVG plots of a simulation, by file name. Needs the extra `simulate` (leather)."""
 
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +11,9 @@ from common.errors import ConfigError
 from scheduler_svc.simulate.capacity import Capacity
 from scheduler_svc.simulate.measures import Measures
 
-_POINTS: Final = 200
+_POINTS: Final = 120
+_WIDTH, _HEIGHT = 760, 360
+_COLOURS: Final = ("#1f6feb", "#d1242f", "#1a7f37", "#bf8700", "#8250df", "#57606a")
 _QUANTILES: Final = (*range(0, 99, 2), 99, 99.5, 99.9)
 Series = Mapping[str, list[tuple[float, float]]]
 
@@ -36,14 +39,14 @@ def plots_of(m: Measures, num_blocks: int) -> dict[str, str]:
     if len(steps):
         found |= _over_time(steps, num_blocks, len({int(e) for e in np.unique(steps["executor"])}))
     if m.tenants is not None:
-        times, computed, _ = m.tenants.samples()
+        times, served, _ = m.tenants.samples()
         thin = slice(None, None, max(1, len(times) // _POINTS))
         names = [name or "(none)" for name in m.trace.tenants]
         found["tenants.svg"] = line_chart(
-            "Tokens computed for each tenant",
-            ("s", "tokens"),
+            "Served to each tenant",
+            ("s", "weighted tokens"),
             {
-                name: list(zip((times[thin] / 1e9).tolist(), computed[thin, index].tolist(), strict=True))
+                name: list(zip((times[thin] / 1e9).tolist(), served[thin, index].tolist(), strict=True))
                 for index, name in enumerate(names)
             },
         )
@@ -68,6 +71,14 @@ def _over_time(steps: NDArray[np.void], num_blocks: int, num_executors: int) -> 
         return [(x, float(t / c * scale)) for x, t, c in zip(middle, total, count, strict=True) if c]
 
     used = 1 - steps["free_blocks"] / num_blocks
+    admitted, cached = (
+        np.bincount(window, weights=steps[c], minlength=_POINTS) for c in ("admitted_tokens", "cached_tokens")
+    )
+    hits = [(x, float(100 * c / a)) for x, a, c in zip(middle, admitted, cached, strict=True) if a]
+    preempted = np.zeros(_POINTS)
+    for executor in range(num_executors):
+        own = steps["executor"] == executor
+        np.add.at(preempted, window[own], np.diff(steps["preemptions"][own], prepend=0))
     return {
         "throughput.svg": line_chart(
             "Tokens computed", ("s", "tokens/s"), {"decode": rate("decode_tokens"), "prefill": rate("prefill_tokens")}
@@ -78,6 +89,12 @@ def _over_time(steps: NDArray[np.void], num_blocks: int, num_executors: int) -> 
             {"running": mean(steps["running"], num_executors), "waiting": mean(steps["waiting"])},
         ),
         "kv.svg": line_chart("KV blocks in use", ("s", "%"), {"in use": mean(used, 100.0)}),
+        "cache.svg": line_chart("Tokens found in the prefix cache, of those admitted", ("s", "%"), {"found": hits}),
+        "preemptions.svg": line_chart(
+            "Preemptions so far",
+            ("s", ""),
+            {"preemptions": list(zip(middle, np.cumsum(preempted).tolist(), strict=True))},
+        ),
     }
 
 
@@ -96,41 +113,18 @@ def capacity_plot(capacity: Capacity) -> str:
 
 
 def line_chart(title: str, axes: tuple[str, str], series: Series, dots: bool = False) -> str:
-    """An SVG document without scripts; the same series give the same bytes. Raises ConfigError without pygal."""
+    """An SVG document: the same series give the same bytes. Raises ConfigError without leather."""
     try:
-        import pygal
-        from pygal.style import Style
+        import leather
     except ImportError:
-        raise ConfigError("plots need the extra `simulate`: pip install pygal", field="out") from None
-    chart: Any = pygal.XY(
-        js=[],
-        title=title,
-        x_title=axes[0],
-        y_title=axes[1] or None,
-        show_dots=dots,
-        width=760,
-        height=340,
-        explicit_size=True,
-        legend_at_bottom=True,
-        include_x_axis=True,
-        show_x_guides=False,
-        style=Style(
-            background="white", plot_background="white", opacity="1", font_family="sans-serif", title_font_size=15,
-            legend_font_size=12, colors=("#1f6feb", "#d1242f", "#1a7f37", "#bf8700", "#8250df", "#57606a"),
-        ),
-    )  # fmt: skip
-    chart.uuid = title.partition(":")[0].lower().replace(" ", "-")
-    for name, points in series.items():
-        chart.add(name, points)
-    chart.add_xml_filter(_without_scripts)
-    text: str = chart.render(is_unicode=True, disable_xml_declaration=True)
-    return text + "\n"
-
-
-def _without_scripts(root: Any) -> Any:
-    """Scripts make nothing but tooltips, and comments carry today's date."""
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if not isinstance(child.tag, str) or child.tag.rpartition("}")[2] == "script":
-                parent.remove(child)
-    return root
+        raise ConfigError("plots need the extra `simulate`: pip install leather", field="out") from None
+    chart: Any = leather.Chart(title)
+    chart.add_x_axis(name=axes[0])
+    chart.add_y_axis(name=axes[1])
+    for (name, points), colour in zip(series.items(), cycle(_COLOURS)):
+        chart.add_line(points, name=name, stroke_color=colour, width=2)
+    if dots:
+        chart.add_dots(next(iter(series.values())), name="tried", fill_color=_COLOURS[0])
+    text: str = chart.to_svg(width=_WIDTH, height=_HEIGHT)
+    # The library's font is one that only some machines have.
+    return text.replace('"Monaco"', '"sans-serif"') + "\n"

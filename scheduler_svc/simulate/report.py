@@ -39,8 +39,8 @@ MEANINGS: Final[dict[str, str]] = {
     "least_free_blocks": "free KV blocks of an executor, fewest",
     "device_busy_share": "share of the time an executor computes, mean",
     "contended_s": "time in which requests of every tenant waited, s",
-    "fairness": "Jain's index of the tokens computed for tenants in that time (1: equal)",
-    "contended_share": "share of the tokens computed in that time",
+    "fairness": "Jain's index of what tenants were served in that time, by their weights (1: equal)",
+    "contended_share": "share of what was served in that time",
 }
 
 

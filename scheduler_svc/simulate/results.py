@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -97,16 +98,16 @@ def results_of(simulation: Simulation, conditions: Mapping[str, object]) -> Resu
     }
     tenants = _tenants(m)
     if m.tenants is not None:
-        seconds, computed = m.tenants.contended()
+        seconds, served = m.tenants.contended()
         numbers["contended_s"] = seconds
-        numbers["fairness"] = jain(computed) if seconds else math.nan
+        numbers["fairness"] = jain(served / m.tenants.weights) if seconds else math.nan
     return Results(conditions, numbers, tenants)
 
 
 def _key(why: str) -> str:
-    """`refused: Overloaded` is the number `refused_overloaded`."""
-    kind, _, error = why.partition(": ")
-    return f"{kind}_{error}".strip("_").lower() if error else f"ended_{kind}".lower()
+    """`refused: TooLarge` is the number `refused_too_large`, `DeadlinePassed` is `ended_deadline_passed`."""
+    kind, _, error = why.rpartition(": ")
+    return (kind or "ended") + re.sub(r"([A-Z])", r"_\1", error).lower()
 
 
 def _percentiles(name: str, values: NDArray[np.float64]) -> dict[str, float]:
@@ -127,7 +128,7 @@ def _request_times(m: Measures, chosen: slice | NDArray[np.bool_]) -> dict[str, 
 def _tenants(m: Measures) -> dict[str, dict[str, float]]:
     if m.tenants is None:
         return {}
-    seconds, computed = m.tenants.contended()
+    _, served = m.tenants.contended()
     found = {}
     for index, name in enumerate(m.trace.tenants):
         own = m.trace.tenant == index
@@ -136,7 +137,7 @@ def _tenants(m: Measures) -> dict[str, dict[str, float]]:
             "finished": int((m.end[own] >= 0).sum()),
             "output_tokens": int(m.tokens[own].sum()),
             **_request_times(m, own),
-            "contended_share": float(computed[index] / computed.sum()) if seconds and computed.sum() else math.nan,
+            "contended_share": float(served[index] / served.sum()) if served.sum() else math.nan,
         }
     return found
 

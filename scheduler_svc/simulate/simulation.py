@@ -6,13 +6,14 @@ out, then every executor's pipeline filled in order; messages that lie there are
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 from common.errors import ConfigError, StepwireError
 from common.messages import Welcome
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.outcome import Ending
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.messages import Stats
 from scheduler_svc.simulate.measures import Measures
@@ -29,7 +30,7 @@ class Event(IntEnum):
     """Of events at the same time, the lower value comes first; then in the order they were made."""
 
     ARRIVAL = 1
-    LEAVE = 2
+    EXPIRY = 2  # the core asked to be told the time
     RESULT = 3
 
 
@@ -77,11 +78,12 @@ class Simulation:
         self._events: list[tuple[int, Event, int, int]] = []  # time, kind, order, request or executor
         self._orders = 0
         self._next_request = 0
+        self._expiry_ns = 0  # of the earliest EXPIRY event; 0: there is none
         self._ended = 0
         self._depth = config.pipeline_depth
         self._executors = [ModelledExecutor(model) for _ in range(self._setup.num_executors)]
         self._flights: list[deque[ModelledStep]] = [deque() for _ in self._executors]
-        self.measures = Measures(trace)
+        self.measures = Measures(trace, config)
         for index in range(len(self._executors)):
             executor_id = self._core.add_executor(f"modelled:{index}")
             start = self._core.begin_epoch(executor_id)
@@ -115,6 +117,7 @@ class Simulation:
                     self._take_message(kind, subject, at)
             for executor_id in range(len(self._executors)):
                 self._fill(executor_id)
+            self._watch_expiry()
         if self._core.num_live:
             raise RuntimeError(f"requests are left and nothing moves: {self.stats}")
         self._progress(self._ended, len(self._trace))
@@ -131,9 +134,9 @@ class Simulation:
             self._push(at, Event.ARRIVAL, index)
 
     def _take_message(self, kind: Event, index: int, at_ns: int) -> None:
-        if kind == Event.LEAVE:
-            if self._core.cancel(index, self._now):
-                self._ended_without_reason(index, "deadline")
+        if kind == Event.EXPIRY:
+            self._expiry_ns = 0
+            self._take_endings(self._core.expire(self._now))
             return
         if not self._trace.concurrency:
             self._next_arrival(0)
@@ -144,9 +147,6 @@ class Simulation:
         except StepwireError as error:
             retry_ns = (error.retry_after_ms or 0) * 1_000_000 or _RETRY_NS
             self._ended_without_reason(index, f"refused: {type(error).__name__}", self._now + retry_ns)
-            return
-        if request.deadline_ns:
-            self._push(request.deadline_ns, Event.LEAVE, index)
 
     def _ended_without_reason(self, index: int, why: str, next_ns: int | None = None) -> None:
         self.measures.on_end(index, why)
@@ -168,7 +168,7 @@ class Simulation:
             self._now += self._loop_ns
             step = self._executors[executor_id].execute(record.plan, self._now + self._network_ns)
             flights.append(step)
-            self.measures.on_plan(record, step)
+            self.measures.on_plan(record, step, self._core.executors[executor_id].preemptions)
             self._push(step.end_ns + self._network_ns, Event.RESULT, executor_id)
 
     def _take_result(self, executor_id: int) -> None:
@@ -178,13 +178,22 @@ class Simulation:
         self._now += self._loop_ns
         self._fill(executor_id)
         self.measures.on_result(outcome.batches.get(0), outcome.record, received_ns)
-        for ending in outcome.endings:
+        self._take_endings(outcome.endings)
+        if len(self.measures.steps) % _PROGRESS_STEPS == 0:
+            self._progress(self._ended, len(self._trace))
+
+    def _take_endings(self, endings: Iterable[Ending]) -> None:
+        for ending in endings:
             if ending.error is None:
                 self._caller_is_free(self._now)
             else:
                 self._ended_without_reason(ending.key, type(ending.error).__name__)
-        if len(self.measures.steps) % _PROGRESS_STEPS == 0:
-            self._progress(self._ended, len(self._trace))
+
+    def _watch_expiry(self) -> None:
+        at = self._core.next_expiry_ns
+        if at and (not self._expiry_ns or at < self._expiry_ns):
+            self._expiry_ns = at
+            self._push(at, Event.EXPIRY, 0)
 
     def _push(self, at_ns: int, kind: Event, subject: int) -> None:
         self._orders += 1

@@ -65,6 +65,7 @@ class Prompts:
             sampling=self._sampling(int(trace.output_tokens[index])),
             arrival_ns=now_ns,
             priority=int(trace.priority[index]),
+            tenant=trace.tenants[int(trace.tenant[index])],
             deadline_ns=now_ns + deadline if deadline else 0,
         )
 

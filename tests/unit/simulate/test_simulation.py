@@ -99,14 +99,34 @@ def test_who_is_refused_is_counted_and_a_closed_loop_goes_on() -> None:
     _, closed = simulated(drawn(requests=40, concurrency=8), config)
     assert closed.numbers["refused_overloaded"] + closed.numbers["finished"] == 40
     _, too_large = simulated(arrivals(0.0, 0.0, prompt=600))
-    assert too_large.numbers["refused_toolarge"] == 2
+    assert too_large.numbers["refused_too_large"] == 2
 
 
 def test_callers_leave_at_their_deadline() -> None:
     simulation, results = simulated(arrivals(0.0, output=100, deadline_ms=10.0), setup=IDEAL, model=ONE_MS)
-    assert results.numbers["ended_deadline"] == 1 and results.numbers["finished"] == 0
+    assert results.numbers["ended_deadline_passed"] == 1 and results.numbers["finished"] == 0
     assert int(simulation.measures.tokens[0]) == 9
     assert simulation.stats.running == simulation.stats.waiting == 0
+
+
+def test_who_waits_too_long_ends_though_nothing_else_happens() -> None:
+    """The executor is busy for 100 ms with the first request's only step."""
+    slow = MODEL.model_copy(update={"costs": (Cost(base_us=100_000.0),)})
+    config = CoreConfig(max_num_seqs=1, max_queue_time_ms=20)
+    _, results = simulated(arrivals(0.0, 5.0, output=2), config, IDEAL, slow)
+    assert results.numbers["finished"] == 1
+    assert sum(count for name, count in results.numbers.items() if name.startswith("ended_")) == 1
+
+
+def test_the_policy_fair_serves_tenants_alike() -> None:
+    trace = drawn(requests=400, rate=5000.0, tenants=(("a", 4.0), ("b", 1.0)))
+    _, fcfs = simulated(trace)
+    _, fair = simulated(trace, CoreConfig(policy="fair"))
+    _, weighted = simulated(trace, CoreConfig(policy="fair", tenant_weights={"a": 3.0}))
+    assert fcfs.tenants["a"]["contended_share"] > 0.7
+    assert fair.tenants["a"]["contended_share"] == pytest.approx(0.5, abs=0.06)
+    assert fair.numbers["fairness"] > 0.98 > fcfs.numbers["fairness"]
+    assert weighted.tenants["a"]["contended_share"] == pytest.approx(0.75, abs=0.06)
 
 
 def test_shared_prefixes_are_found_and_nothing_else_is() -> None:
