@@ -23,7 +23,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
     description = files.description
     device = make_device(config.device, threads=config.threads)
     dtype = _DTYPES.get(config.dtype) or default_dtype(config.numerics, device.torch_device.type) or model_dtype(files)
-    ops = make_ops(config.numerics)
+    ops = make_ops(config.numerics, device.torch_device)
     log.info("loading %s (%s) as %s onto %s", description.id, files.path, dtype, device.name)
     model = load_model(
         files,

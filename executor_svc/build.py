@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 
 import torch
 
@@ -42,11 +43,17 @@ FEATURES = ("logprobs", "prompt_logprobs", "raw_logits", "penalties", "bias", "a
 Progress = Callable[[str, int, int], None]
 
 
-def make_ops(numerics: str) -> FastOps | ExactOps:
-    """The operations a model is built with. `numerics`: "fast" or "exact"."""
+def make_ops(numerics: str, device: torch.device | None = None) -> FastOps | ExactOps:
+    """The operations a model is built with. `numerics`: "fast" or "exact". `device`: the model's; None: a CPU."""
     if numerics not in ("fast", "exact"):
         raise ConfigError(f"numerics is fast or exact, not {numerics!r}", field="numerics")
-    return ExactOps() if numerics == "exact" else FastOps()
+    if numerics == "exact":
+        return ExactOps()
+    if device is not None and device.type == "cuda" and find_spec("triton") is not None:
+        from executor_svc.triton_ops import TritonOps  # only now: a CPU's installation has no triton
+
+        return TritonOps()
+    return FastOps()
 
 
 def default_dtype(numerics: str, device: str) -> torch.dtype | None:

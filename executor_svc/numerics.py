@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 # Row counts the self-check tries; kernels switch their blocking at small counts and at powers of two.
 _CHECK_COUNTS: Final = (*range(1, 34), 47, 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257)
 _TILE_ROWS: Final = 16
+# Elements below which PyTorch's CPU kernels run in one thread (its GRAIN_SIZE is 32768).
+_SERIAL_ELEMENTS: Final = 32767
 
 
 class FastOps:
@@ -54,6 +56,16 @@ class FastOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
 
 def can_pack() -> bool:
@@ -104,6 +116,21 @@ class ExactOps:
             return F.rms_norm(x, weight.shape, weight, eps)
         variance = x.float().pow(2).mean(-1, keepdim=True)
         return (x.float() * torch.rsqrt(variance + eps)).to(x.dtype) * weight
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        rows = max(1, _SERIAL_ELEMENTS // gate.shape[1])
+        if gate.is_cuda or gate.shape[0] <= rows:
+            return F.silu(gate).mul_(up)
+        # PyTorch's CPU kernel computes exp() differently in vector body and scalar tail, and where it splits work
+        # between threads a tail begins anywhere. In pieces that stay in one thread, tails lie at fixed columns.
+        return torch.cat([F.silu(piece) for piece in torch.split(gate, rows)]).mul_(up)
 
     def settle(self, shapes: Iterable[tuple[int, int]], device: torch.device) -> Products:
         """Takes the quickest products that are invariant for weights of these (out, in) shapes.

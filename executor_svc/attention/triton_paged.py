@@ -18,6 +18,7 @@ from executor_svc.kernels.decode_attention import (
 )
 from executor_svc.kernels.kv_write import write_kv
 from executor_svc.kernels.prefill_attention import prefill_attention
+from executor_svc.kernels.rotary import rotate_and_write
 from executor_svc.kv_cache import KvCache
 
 # Keys summed in one part in exact numerics; a constant, as bits hang on it.
@@ -40,7 +41,7 @@ class TritonAttention:
         return False
 
     def begin(self, cache: KvCache, layout: StepLayout) -> Attend:
-        return _Step(self._shape, self._exact, cache, layout)
+        return (_Step if self._exact else _FusedStep)(self._shape, self._exact, cache, layout)
 
 
 class _Step:
@@ -86,3 +87,20 @@ class _Step:
                 index=layout.decode.index,
             )  # fmt: skip
         return out
+
+
+class _FusedStep(_Step):
+    def attend_projected(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+    ) -> torch.Tensor:
+        keys, values = self._cache.key_slots[layer], self._cache.value_slots[layer]
+        q = rotate_and_write(
+            qkv, positions, table, self._layout.slots, keys, values, self._num_slots, norms=norms, eps=eps
+        )
+        return self._attend(layer, q)

@@ -1,17 +1,14 @@
 """The decoder of Llama, Mistral, Qwen2 and Qwen3: one forward pass, steered by ModelConfig."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from executor_svc.attention.base import Attend
+from executor_svc.attention.base import Attend, FusedAttend
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.rope import RotaryTable, rotate
 from executor_svc.ops import Ops
-
-# Elements below which PyTorch's CPU kernels run in one thread (its GRAIN_SIZE is 32768).
-_SERIAL_ELEMENTS = 32767
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +56,10 @@ class DecoderWeights:
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+# Attention of one layer from its projection [T, heads + 2 kv_heads, head_dim]. Returns [T, heads, head_dim].
+_Mix = Callable[[int, LayerWeights, torch.Tensor], torch.Tensor]
+
+
 class Decoder:
     """Stateless but for its weights: same inputs, same outputs. The caller holds torch.inference_mode()."""
 
@@ -79,7 +80,6 @@ class Decoder:
             device=self.device,
             divisors=weights.rope_divisors,
         )
-        self._serial_activation = ops.name == "exact" and self.device.type == "cpu"
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """token_ids, positions: int64 [T] on the device, each in range (padding too: use 0).
@@ -90,46 +90,49 @@ class Decoder:
         config, ops = self.config, self._ops
         num_tokens = token_ids.shape[0]
         hidden = self.weights.embedding.index_select(0, token_ids)
-        cos, sin = self._rotary.gather(positions)
-        for index, layer in enumerate(self.weights.layers):
-            normed = ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-            q, k, v = self._project(layer, normed, cos, sin)
-            context = attend(index, q, k, v).reshape(num_tokens, config.num_heads * config.head_dim)
-            hidden = hidden + ops.linear(context, layer.output, layer.output_bias)
-            normed = ops.rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-            gated = self._gate(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
-            hidden = hidden + ops.linear(gated, layer.down, layer.down_bias)
-        return ops.rms_norm(hidden, self.weights.final_norm, config.rms_norm_eps)
+        mix = self._fused(positions, attend) if isinstance(attend, FusedAttend) else self._plain(positions, attend)
+        layers, eps = self.weights.layers, config.rms_norm_eps
+        normed = ops.rms_norm(hidden, layers[0].input_norm, eps)
+        next_norms = [*(layer.input_norm for layer in layers[1:]), self.weights.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+            context = mix(index, layer, qkv.view(num_tokens, -1, config.head_dim)).reshape(num_tokens, -1)
+            normed, hidden = ops.add_rms_norm(
+                ops.linear(context, layer.output, layer.output_bias), hidden, layer.post_norm, eps
+            )
+            gated = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+            normed, hidden = ops.add_rms_norm(ops.linear(gated, layer.down, layer.down_bias), hidden, next_norm, eps)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [N, hidden] from `forward`. Returns float32 [N, vocab]."""
         return self._ops.linear(hidden, self.weights.head).float()
 
-    def _project(
-        self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self.config
-        num_q, num_kv = config.num_heads, config.num_kv_heads
-        qkv = self._ops.linear(x, layer.qkv, layer.qkv_bias).view(-1, num_q + 2 * num_kv, config.head_dim)
-        v = qkv[:, num_q + num_kv :]
-        if layer.q_norm is None or layer.k_norm is None:
-            rotated = rotate(qkv[:, : num_q + num_kv], cos, sin)
-            return rotated[:, :num_q], rotated[:, num_q:], v
-        q = self._norm_heads(qkv[:, :num_q], layer.q_norm)
-        k = self._norm_heads(qkv[:, num_q : num_q + num_kv], layer.k_norm)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+    def _fused(self, positions: torch.Tensor, attend: FusedAttend) -> _Mix:
+        """Norms of heads, rotation and attention are the backend's."""
+        table, eps = self._rotary.table, self.config.rms_norm_eps
+
+        def mix(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
+            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+            return attend.attend_projected(index, qkv, positions, table, norms, eps)
+
+        return mix
+
+    def _plain(self, positions: torch.Tensor, attend: Attend) -> _Mix:
+        num_q, num_kv = self.config.num_heads, self.config.num_kv_heads
+        cos, sin = self._rotary.gather(positions)
+
+        def mix(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
+            v = qkv[:, num_q + num_kv :]
+            if layer.q_norm is None or layer.k_norm is None:
+                rotated = rotate(qkv[:, : num_q + num_kv], cos, sin)
+                return attend(index, rotated[:, :num_q], rotated[:, num_q:], v)
+            q = self._norm_heads(qkv[:, :num_q], layer.q_norm)
+            k = self._norm_heads(qkv[:, num_q : num_q + num_kv], layer.k_norm)
+            return attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)
+
+        return mix
 
     def _norm_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         return self._ops.rms_norm(flat, weight, self.config.rms_norm_eps).view(x.shape)
-
-    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up: [T, 2 intermediate]. Returns silu(gate) * up, [T, intermediate]."""
-        width = self.config.intermediate_size
-        gate, up = gate_up[:, :width], gate_up[:, width:]
-        rows = max(1, _SERIAL_ELEMENTS // width)
-        if not self._serial_activation or gate.shape[0] <= rows:
-            return F.silu(gate).mul_(up)
-        # PyTorch's CPU kernel computes exp() differently in vector body and scalar tail, and where it splits work
-        # between threads a tail begins anywhere. In pieces that stay in one thread, tails lie at fixed columns.
-        return torch.cat([F.silu(piece) for piece in torch.split(gate, rows)]).mul_(up)

@@ -71,15 +71,16 @@ class RotaryTable:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         # One table, so that a step gathers its rows in one launch: [max_positions, 2, head_dim // 2].
         table = torch.stack((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
-        self._table = table.to(device=device, dtype=dtype)
+        # [max_positions, 2, head_dim // 2]: cosines and sines.
+        self.table = table.to(device=device, dtype=dtype)
 
     @property
     def max_positions(self) -> int:
-        return self._table.shape[0]
+        return self.table.shape[0]
 
     def gather(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: int64 [T]. Returns (cos, sin), each [T, 1, head_dim // 2], for `rotate`."""
-        rows = self._table.index_select(0, positions)
+        rows = self.table.index_select(0, positions)
         return rows[:, 0:1], rows[:, 1:2]
 
 

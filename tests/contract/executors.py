@@ -15,6 +15,7 @@ from executor_svc.numerics import ExactOps, FastOps
 from executor_svc.runner import Runner
 from executor_svc.step_executor import StepExecutor
 from executor_svc.streams import Device
+from executor_svc.triton_ops import TritonOps
 from tests.contract.late_device import LateDevice
 from tests.fakes.toy_executor import ToyExecutor, toy_info
 
@@ -87,8 +88,10 @@ def tiny_runner(
     buckets: Sequence[int] = (),
     attention_backend: str = "auto",
 ) -> Runner:
-    ops = make_ops(numerics)
     device = device or CpuDevice(threads=1)
+    ops = make_ops(numerics, device.torch_device)
+    if numerics == "fast" and attention_backend == "triton":
+        ops = TritonOps()  # in the interpreter too
     return build_runner(
         tiny_model(ops, nan_token=nan_token, window=window, device=device.torch_device),
         ops=ops,

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from executor_svc.kernels.activation import silu_mul
 from executor_svc.kernels.decode_attention import (
     DecodeSplit,
     DecodeWorkspace,
@@ -27,7 +28,10 @@ from executor_svc.kernels.decode_attention import (
     even_split,
     fixed_split,
 )
+from executor_svc.kernels.kv_write import write_kv
+from executor_svc.kernels.norm import add_rms_norm, rms_norm
 from executor_svc.kernels.prefill_attention import prefill_attention
+from executor_svc.kernels.rotary import rotate_and_write
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -116,6 +120,18 @@ def prefill(dim: int, *, dtype: torch.dtype = torch.bfloat16, window: int = 0, s
     )  # fmt: skip
 
 
+def between_products(dim: int, hidden: int, *, has_norms: bool) -> None:
+    x, weight = torch.empty(4, hidden, dtype=torch.bfloat16), torch.empty(hidden, dtype=torch.bfloat16)
+    rms_norm(x, weight, 1e-5)
+    add_rms_norm(x, x, weight, 1e-5)
+    silu_mul(torch.empty(4, 8 * hidden, dtype=torch.bfloat16))
+    qkv, table = torch.empty(4, 48, dim, dtype=torch.bfloat16), torch.empty(64, 2, dim // 2, dtype=torch.bfloat16)
+    tokens, cache = torch.empty(4, dtype=torch.int64), torch.empty(64, 8, dim, dtype=torch.bfloat16)
+    norms = (weight[:dim], weight[:dim]) if has_norms else None
+    rotate_and_write(qkv, tokens, table, tokens, cache, cache, 48, norms=norms, eps=1e-5)
+    write_kv(qkv[:, 32:40], qkv[:, 40:], tokens, cache, cache, 48)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "decode, l1b": lambda: decode(64, even_split(1, 8, 4096)),
     "decode, l8b": lambda: decode(128, even_split(1, 8, 4096)),
@@ -127,6 +143,8 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill, window": lambda: prefill(128, window=1024),
     "prefill, float32": lambda: prefill(128, dtype=torch.float32),
     "prefill, exact": lambda: prefill(128, dtype=torch.float32, split=1024),
+    "between products, l1b": lambda: between_products(64, 2048, has_norms=False),
+    "between products, l8b": lambda: between_products(128, 4096, has_norms=True),
 }
 
 

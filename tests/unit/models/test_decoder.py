@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from executor_svc import numerics
 from executor_svc.loader.random import random_decoder
 from executor_svc.models.config import ModelConfig, RopeConfig
 from executor_svc.models.decoder import Decoder
@@ -38,6 +39,9 @@ class ExactOps(PlainOps):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return torch.cat([super(ExactOps, self).rms_norm(row, weight, eps) for row in x.split(1)])  # type: ignore[no-untyped-call]
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return numerics.ExactOps().silu_mul(gate_up)
 
 
 def own_value(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
