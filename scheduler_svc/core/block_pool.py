@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.prefix_cache import PrefixCache, Tail
 
 I64 = NDArray[np.int64]
 
@@ -53,14 +53,27 @@ class BlockPool:
                 self.cache.set_used(block)
             self.refs[block] += 1
 
+    def match(self, hashes: list[bytes], limit: int) -> list[int]:
+        """Blocks of the longest head of hashes[:limit] that the prefix cache knows."""
+        if self.cache is None:
+            return []
+        blocks = self.cache.match(hashes, limit)
+        self._free += self.cache.take_spare()
+        return blocks
+
     def count_idle(self, blocks: list[int]) -> int:
         return int((self.refs[blocks] == 0).sum()) if blocks else 0
 
-    def free(self, table: I64) -> None:
+    def free(self, table: I64, tail: Tail | None = None, first: int = 0) -> None:
         """One user less for each block of a row's table (in table order). Tail blocks are given up first, so that of
-        a cached prefix the head lives longest."""
+        a cached prefix the head lives longest. `tail` begins at table[first]; all from there on had this user alone."""
         refs = self.refs[table] - 1
         self.refs[table] = refs
+        if tail is not None:
+            assert self.cache is not None
+            self._free += table[first + len(tail.blocks) :][::-1].tolist()
+            self.cache.add_tail(tail)
+            table, refs = table[:first], refs[:first]
         unused: list[int] = table[refs == 0][::-1].tolist()
         self._free += self.cache.set_idle(unused) if self.cache is not None else unused
 

@@ -10,7 +10,7 @@ from common.messages import ExecutorInfo, Welcome
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.itl_controller import ItlController
-from scheduler_svc.core.prefix_cache import extend_hashes
+from scheduler_svc.core.prefix_cache import Tail, extend_hashes
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64, NEVER, Bools, Rows
 from scheduler_svc.core.sequence import Sequence, SequenceState
@@ -265,8 +265,7 @@ class ExecutorState:
         sequence = self.rows.seqs[row]
         assert sequence is not None
         self.rows.flush(row)
-        self.register(row, self.rows.computed(row))
-        self.pool.free(self.rows.blocks(row))
+        self._free_blocks(row, sequence)
         self.rows.clear(row)
         heapq.heappush(self.free_rows, row)
         sequence.row = -1
@@ -287,7 +286,19 @@ class ExecutorState:
         if self.pool.cache is None:
             return 0
         count = (sequence.length - 1) // self.block_size
-        return len(self.pool.cache.match(self.hashes(sequence, count), count)) * self.block_size
+        return len(self.pool.match(self.hashes(sequence, count), count)) * self.block_size
+
+    def _free_blocks(self, row: int, sequence: Sequence) -> None:
+        """The row's blocks lose a user. What it computed can be found again: behind a registered head as a Tail."""
+        table, size = self.rows.blocks(row), self.block_size
+        first, full = sequence.registered, self.rows.computed(row) // size
+        if self.pool.cache is None or self.rows.tainted[row] or not 0 < first < full:
+            self.register(row, full * size)
+            self.pool.free(table)
+            return
+        parent = self.hashes(sequence, first)[first - 1]
+        tokens = sequence.view()[first * size : full * size].copy()
+        self.pool.free(table, Tail(parent, tokens, size, table[first:full].tolist()), first)
 
     def register(self, row: int, computed: int) -> None:
         """Enters the full blocks of the row's first `computed` positions into the prefix cache."""

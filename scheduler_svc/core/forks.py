@@ -49,14 +49,13 @@ def find_head(executor: ExecutorState, sequence: Sequence) -> Head:
         table = executor.rows.blocks(row)
         copied = int(table[num_shared]) if computed % executor.block_size else -1
         return Head(table[:num_shared].tolist(), computed, row, copied)
-    cache = executor.pool.cache
-    if cache is None:
+    if executor.pool.cache is None:
         return Head([], 0)
     usable = sequence.length - 1
     if sequence.wants_prompt_logprobs:
         usable = min(usable, sequence.next_prompt_logprob - 1)
     count = usable // executor.block_size
-    blocks = cache.match(executor.hashes(sequence, count), count)
+    blocks = executor.pool.match(executor.hashes(sequence, count), count)
     return Head(blocks, len(blocks) * executor.block_size)
 
 

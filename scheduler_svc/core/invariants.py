@@ -128,7 +128,11 @@ def _check_blocks(executor: ExecutorState) -> None:
     assert sorted([*free, *idle, *used]) == list(range(pool.num_blocks)), "blocks are lost or counted twice"
     assert pool.available == len(free) + len(idle)
     if pool.cache is not None:
-        assert all(pool.cache.holds(block) for block in idle)
+        tails = [block for tail in pool.cache.tails() for block in tail.blocks]
+        assert all(pool.cache.holds(block) != (block in tails) for block in idle), "an idle block holds nothing"
+        assert set(tails) <= set(idle) and len(set(tails)) == len(tails) <= len(pool.cache), (
+            "a tail's block is not idle"
+        )
         assert not any(pool.cache.holds(block) for block in free), "a free block is still registered"
     for row in executor.limbo:
         assert pool.limbo_refs[rows.blocks(row)].all()

@@ -9,6 +9,7 @@ same bytes: not a salt that looks like a digest, nor one field that ends where a
 
 import hashlib
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from common.messages import U32
 
@@ -25,17 +26,24 @@ def head_hash(salt: bytes) -> bytes:
     return hashlib.blake2b(b"H" + _field(b"s", salt), digest_size=_SIZE).digest()
 
 
-def extend_hashes(hashes: list[bytes], tokens: U32, block_size: int, salt: bytes, count: int) -> None:
-    """Appends to `hashes` until it covers the first `count` full blocks of `tokens`."""
-    first, size = len(hashes), 4 * block_size
-    if first >= count:
-        return
-    parent = hashes[-1] if hashes else head_hash(salt)
-    data = tokens[first * block_size : count * block_size].astype("<u4", copy=False).tobytes()
+def _chain(parent: bytes, tokens: U32, block_size: int) -> list[bytes]:
+    """Hashes of the blocks that follow `parent`; `tokens` fill them."""
+    size = 4 * block_size
+    data = tokens.astype("<u4", copy=False).tobytes()
     before, between = b"B" + _PARENT, b"t" + size.to_bytes(8, "little")
+    hashes = []
     for at in range(0, len(data), size):
         parent = hashlib.blake2b(before + parent + between + data[at : at + size], digest_size=_SIZE).digest()
         hashes.append(parent)
+    return hashes
+
+
+def extend_hashes(hashes: list[bytes], tokens: U32, block_size: int, salt: bytes, count: int) -> None:
+    """Appends to `hashes` until it covers the first `count` full blocks of `tokens`."""
+    first = len(hashes)
+    if first < count:
+        parent = hashes[-1] if hashes else head_hash(salt)
+        hashes += _chain(parent, tokens[first * block_size : count * block_size], block_size)
 
 
 def tenant_salt(salt: bytes, tenant: str) -> bytes:
@@ -45,37 +53,68 @@ def tenant_salt(salt: bytes, tenant: str) -> bytes:
     return b"tenant:%d:%b:salt:%d:%b" % (len(name), name, len(salt), salt)
 
 
+@dataclass(slots=True, eq=False)
+class Tail:
+    """Full blocks without users that hold what a sequence generated, not hashed yet. parent: hash of the block before
+    them. tokens: what they held at first; blocks: those not evicted, from the head on."""
+
+    parent: bytes
+    tokens: U32
+    block_size: int
+    blocks: list[int]
+
+
 class PrefixCache:
-    """Registered blocks. Those without users wait in `idle`, least recently used first, to be found or evicted."""
+    """What blocks hold, by hash. Those without users wait in `idle`, least recently used first, to be found or evicted.
+
+    Hashing is for who may come: a prompt's blocks are registered when they are computed, since others may begin alike;
+    what a sequence generated is kept as one Tail behind its prompt's last block, and hashed and registered only when
+    somebody comes whose tokens go on behind that block. Most tails are evicted before, whole and at once.
+    """
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self.version = 0  # rises with each registration
+        self._tails: dict[bytes, list[Tail]] = {}  # by parent
+        self._num_tail_blocks = 0
+        # Registered blocks and, under the number of their first block, tails.
+        self._idle: OrderedDict[int, Tail | None] = OrderedDict()
+        self.num_idle = 0  # blocks
+        self._spare: list[int] = []
+        self.version = 0  # rises with all that can be found
 
     def __len__(self) -> int:
-        return len(self._block_of)
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+        return len(self._block_of) + self._num_tail_blocks
 
     def holds(self, block: int) -> bool:
+        """`block` is registered."""
         return block in self._hash_of
 
     def idle_blocks(self) -> tuple[int, ...]:
-        return tuple(self._idle)
+        """Next to be evicted first."""
+        return tuple(b for block, tail in self._idle.items() for b in (tail.blocks[::-1] if tail else (block,)))
+
+    def tails(self) -> tuple[Tail, ...]:
+        """For reading."""
+        return tuple(tail for siblings in self._tails.values() for tail in siblings)
 
     def match(self, hashes: list[bytes], limit: int) -> list[int]:
-        """Blocks of the longest registered head of hashes[:limit]."""
+        """Blocks of the longest known head of hashes[:limit]. Call `take_spare` afterwards."""
         blocks: list[int] = []
-        for digest in hashes[:limit]:
+        for index, digest in enumerate(hashes[:limit]):
             block = self._block_of.get(digest)
+            if block is None and index and hashes[index - 1] in self._tails:
+                self._register_tails(hashes[index - 1])
+                block = self._block_of.get(digest)
             if block is None:
                 break
             blocks.append(block)
         return blocks
+
+    def take_spare(self) -> list[int]:
+        """Blocks that were idle and turned out to hold what others hold: nobody has them now."""
+        spare, self._spare = self._spare, []
+        return spare
 
     def register(self, digests: list[bytes], blocks: list[int]) -> None:
         """Digests in the order of their blocks. Passes over a block that is registered already, and over one whose
@@ -87,12 +126,31 @@ class PrefixCache:
                 hash_of[block] = digest
                 self.version += 1
 
+    def add_tail(self, tail: Tail) -> None:
+        """Its blocks lost their only user; they become the most recently used, the first of them most."""
+        self._tails.setdefault(tail.parent, []).append(tail)
+        self._idle[tail.blocks[0]] = tail
+        self._num_tail_blocks += len(tail.blocks)
+        self.num_idle += len(tail.blocks)
+        self.version += 1
+
+    def _register_tails(self, parent: bytes) -> None:
+        """They are asked for, so they become the most recently used."""
+        for tail in self._tails.pop(parent):
+            del self._idle[tail.blocks[0]]
+            self._num_tail_blocks -= len(tail.blocks)
+            self.num_idle -= len(tail.blocks)
+            self.register(
+                _chain(parent, tail.tokens[: len(tail.blocks) * tail.block_size], tail.block_size), tail.blocks
+            )
+            self._spare += self.set_idle(tail.blocks[::-1])
+
     def clear(self) -> list[int]:
         """Forgets everything. Returns the blocks that were idle, which nobody has now."""
-        idle = list(self._idle)
-        self._block_of.clear()
-        self._hash_of.clear()
-        self._idle.clear()
+        idle = list(self.idle_blocks())
+        for kept in (self._block_of, self._hash_of, self._tails, self._idle):
+            kept.clear()
+        self._num_tail_blocks = self.num_idle = 0
         return idle
 
     def set_idle(self, blocks: list[int]) -> list[int]:
@@ -105,15 +163,38 @@ class PrefixCache:
                 idle[block] = None
             else:
                 others.append(block)
+        self.num_idle += len(blocks) - len(others)
         return others
 
     def set_used(self, block: int) -> None:
-        self._idle.pop(block, None)
+        """The registered `block` was idle."""
+        del self._idle[block]
+        self.num_idle -= 1
 
     def evict(self, count: int) -> list[int]:
         """Forgets the `count` least recently used idle blocks and returns them. There must be so many."""
-        block_of, hash_of, pop = self._block_of, self._hash_of, self._idle.popitem
-        blocks = [pop(last=False)[0] for _ in range(count)]
-        for block in blocks:
-            del block_of[hash_of.pop(block)]
+        blocks: list[int] = []
+        while len(blocks) < count:
+            block, tail = self._idle.popitem(last=False)
+            if tail is None:
+                del self._block_of[self._hash_of.pop(block)]
+                blocks.append(block)
+            else:
+                blocks += self._cut(tail, count - len(blocks))
+        self.num_idle -= count
         return blocks
+
+    def _cut(self, tail: Tail, most: int) -> list[int]:
+        """Takes blocks off the end of a tail; what is left of it stays next."""
+        cut = tail.blocks[-most:][::-1]
+        del tail.blocks[-most:]
+        self._num_tail_blocks -= len(cut)
+        if tail.blocks:
+            self._idle[tail.blocks[0]] = tail
+            self._idle.move_to_end(tail.blocks[0], last=False)
+        else:
+            siblings = self._tails[tail.parent]
+            siblings.remove(tail)
+            if not siblings:
+                del self._tails[tail.parent]
+        return cut

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 
 from common.messages import u32
-from scheduler_svc.core.prefix_cache import PrefixCache, extend_hashes, head_hash
+from scheduler_svc.core.prefix_cache import PrefixCache, Tail, extend_hashes, head_hash
 
 
 def _hashes(tokens: list[int], block_size: int = 4, salt: bytes = b"", count: int | None = None) -> list[bytes]:
@@ -75,3 +75,60 @@ def test_no_two_different_inputs_are_the_same_bytes() -> None:
 @given(st.binary(max_size=80), st.binary(max_size=80))
 def test_heads_are_equal_only_for_equal_salts(one: bytes, other: bytes) -> None:
     assert (head_hash(one) == head_hash(other)) == (one == other)
+
+
+# ---------------------------------------------------------------------------------------------------------------- tails
+
+TOKENS = list(range(24))
+CHAIN = _hashes(TOKENS)  # six blocks of four: two of a prompt, four of an answer
+
+
+def _with_tail(*blocks: int) -> PrefixCache:
+    """Blocks 1 and 2 hold the prompt, `blocks` the answer; all idle."""
+    cache = PrefixCache()
+    cache.register(CHAIN[:2], [1, 2])
+    cache.add_tail(Tail(CHAIN[1], u32(TOKENS[8:]), 4, list(blocks)))
+    cache.set_idle([2, 1])
+    return cache
+
+
+def test_a_tail_is_found_by_who_goes_on_with_it() -> None:
+    cache = _with_tail(3, 4, 5, 6)
+    version, size = cache.version, len(cache)
+    assert cache.match(CHAIN, 2) == [1, 2] and not cache.holds(3), "the same prompt alone does not need it hashed"
+    assert cache.match(CHAIN, 6) == [1, 2, 3, 4, 5, 6]
+    assert cache.version > version and len(cache) == size == 6 and cache.num_idle == 6
+    assert all(cache.holds(block) for block in range(1, 7)) and not cache.tails() and not cache.take_spare()
+    assert cache.idle_blocks() == (2, 1, 6, 5, 4, 3), "who was asked for goes last"
+
+
+def test_who_goes_on_otherwise_finds_the_common_head() -> None:
+    cache = _with_tail(3, 4, 5, 6)
+    other = _hashes([*TOKENS[:16], 99, 98, 97, 96])
+    assert cache.match(other, 5) == [1, 2, 3, 4]
+
+
+def test_a_tail_is_evicted_from_its_end_and_the_rest_is_still_found() -> None:
+    cache = _with_tail(3, 4, 5, 6)
+    assert cache.idle_blocks() == (6, 5, 4, 3, 2, 1)
+    assert cache.evict(2) == [6, 5] and cache.num_idle == len(cache) == 4
+    assert cache.match(CHAIN, 6) == [1, 2, 3, 4]
+
+
+def test_an_evicted_tail_leaves_nothing_behind() -> None:
+    cache = _with_tail(3, 4)
+    assert cache.evict(3) == [4, 3, 2] and not cache.tails()
+    assert cache.num_idle == len(cache) == 1 and cache.idle_blocks() == (1,)
+
+
+def test_of_equal_tails_one_is_kept() -> None:
+    cache = _with_tail(3, 4)
+    cache.add_tail(Tail(CHAIN[1], u32(TOKENS[8:]), 4, [7, 8, 9]))
+    assert cache.match(CHAIN, 6) == [1, 2, 3, 4, 9]
+    assert sorted(cache.take_spare()) == [7, 8] and cache.num_idle == len(cache) == 5
+
+
+def test_clear_gives_up_tails_too() -> None:
+    cache = _with_tail(3, 4)
+    assert cache.clear() == [4, 3, 2, 1] and len(cache) == cache.num_idle == 0 and not cache.tails()
+    assert cache.match(CHAIN, 6) == []
