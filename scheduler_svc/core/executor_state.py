@@ -110,7 +110,7 @@ class ExecutorState:
         self.context = context_limit(info)
         self.is_eos = np.zeros(info.vocab_size, dtype=np.bool_)
         self.is_eos[[eos_id for eos_id in info.eos_ids if eos_id < info.vocab_size]] = True
-        if config.target_itl_ms and self.itl is None:
+        if config.target_itl_ms:
             self.itl = ItlController(config.target_itl_ms * 1e6, self.max_tokens, self.times)
         self.up = True
 

@@ -6,7 +6,8 @@ from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import RECENT, Rows
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.core.sequence import SUSPECT_DEATHS, Sequence, SequenceState
+from scheduler_svc.core.tenants import MAX_TOLD
 
 
 def check(scheduler: Scheduler) -> None:
@@ -18,6 +19,7 @@ def check(scheduler: Scheduler) -> None:
             _check_kept(executor)
         _check_blocks(executor)
     _check_requests(scheduler)
+    _check_tenants(scheduler)
     stats = scheduler.stats()
     for name in stats.__dataclass_fields__:
         value = getattr(stats, name)
@@ -46,6 +48,7 @@ def _check_rows(executor: ExecutorState) -> None:
         assert rows.high[row] - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
         assert rows.left[row] == (rows.final[row] - rows.high[row] if rows.decoding[row] else 0)
         assert (row in executor.prefilling) != bool(rows.decoding[row]), "a row is in both phases, or in none"
+    assert sum(_is_tried(executor, row) for row in running) <= 1, "more than one suspect is on trial"
     flights = [flight.step_id for flight in executor.flights]
     assert flights == list(range(executor.last_result + 1, executor.next_step)), "steps in flight have a gap"
     assert len(flights) <= executor.depth
@@ -110,6 +113,12 @@ def _check_writes(executor: ExecutorState) -> None:
         assert pool.cache is None or not any(pool.cache.holds(block) for block in own.tolist())
 
 
+def _is_tried(executor: ExecutorState, row: int) -> bool:
+    sequence = executor.rows.seqs[row]
+    assert sequence is not None
+    return sequence.deaths >= SUSPECT_DEATHS and int(executor.rows.low[row]) <= sequence.death_length
+
+
 def _check_blocks(executor: ExecutorState) -> None:
     pool, rows = executor.pool, executor.rows
     users, limbo_users = np.zeros_like(pool.refs), np.zeros_like(pool.refs)
@@ -136,6 +145,18 @@ def _check_blocks(executor: ExecutorState) -> None:
         assert not any(pool.cache.holds(block) for block in free), "a free block is still registered"
     for row in executor.limbo:
         assert pool.limbo_refs[rows.blocks(row)].all()
+
+
+def _check_tenants(scheduler: Scheduler) -> None:
+    stats = scheduler.stats()
+    live: dict[str, int] = {}
+    for sequence in scheduler.live_sequences():
+        live[sequence.request.tenant] = live.get(sequence.request.tenant, 0) + 1
+    if len(live) <= MAX_TOLD and len(stats.tenants) < MAX_TOLD:
+        told = {tenant.tenant: tenant.waiting + tenant.running for tenant in stats.tenants}
+        assert {name: count for name, count in told.items() if count} == live, "a tenant's live requests are miscounted"
+        assert sum(tenant.waiting for tenant in stats.tenants) == stats.waiting
+        assert sum(tenant.running for tenant in stats.tenants) == stats.running
 
 
 def _check_requests(scheduler: Scheduler) -> None:
