@@ -27,7 +27,7 @@ _SAMPLING = (
 )  # fmt: skip
 _STOP = ("max_tokens", "min_tokens", "stop_token_ids", "stop_strings", "ignore_eos")
 _OUTPUT = ("logprobs", "raw_logits", "prompt_logprobs", "detokenize")
-_REQUEST = ("model", "request_id", "priority", "cache_salt", "n")
+_REQUEST = ("model", "request_id", "priority", "cache_salt", "tenant", "n")
 _CHAT = ("template", "add_generation_prompt")
 
 

@@ -255,6 +255,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str
     priority: int
     cache_salt: str
+    tenant: str
     template: str
     add_generation_prompt: bool
     temperature: float

@@ -132,6 +132,7 @@ class Generation:
             features=frozenset(state.info.features),
             has_tokenizer=self.has_tokenizer,
             max_message_bytes=self._max_message_bytes,
+            eos_ids=state.info.eos_ids,
         )
 
     async def accept(self, request: pb.GenerateRequest, context: Context, trace: bytes) -> ActiveRequest:

@@ -39,7 +39,7 @@ _TOKEN_BYTES: Final = 24
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server can do now. `features`: of the executor. `max_message_bytes`: of one response."""
+    """What the server can do now. `features`, `eos_ids`: of the executor. `max_message_bytes`: of one response."""
 
     vocab_size: int
     max_context: int
@@ -47,6 +47,7 @@ class Limits:
     features: frozenset[str]
     has_tokenizer: bool
     max_message_bytes: int
+    eos_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def validate(request: pb.GenerateRequest, defaults: SamplingDefaults, limits: Li
     stream = request.stream if request.HasField("stream") else True
     raw_logits = request.output.raw_logits
     sampling = resolve_sampling(request, defaults, limits)
+    _can_go_on(sampling, limits)
     if raw_logits:
         _feature(limits, "raw_logits", "output.raw_logits")
         if limits.vocab_size * 4 + _TOKEN_BYTES > limits.max_message_bytes:
@@ -303,6 +305,20 @@ def _tenant(tenant: str) -> str:
             f"tenant is longer than {MAX_TENANT_BYTES} bytes", field="tenant", limit=str(MAX_TENANT_BYTES)
         )
     return tenant
+
+
+def _can_go_on(sampling: Sampling, limits: Limits) -> None:
+    """Under min_tokens EOS and stop ids are masked; some other token has to be left."""
+    if not sampling.min_tokens:
+        return
+    masked = {*sampling.stop_ids, *(() if sampling.ignore_eos else limits.eos_ids)}
+    if masked.issuperset(sampling.allowed_ids or range(limits.vocab_size)):
+        field = "sampling.allowed_token_ids"
+        raise InvalidInput(
+            f"{field}: with stop.min_tokens {sampling.min_tokens} at least one has to be neither EOS nor a stop id",
+            field=field,
+            limit="1",
+        )
 
 
 def _fits_one_message(sampling: Sampling, raw_logits: bool, limits: Limits) -> None:

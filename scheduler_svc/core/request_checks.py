@@ -30,6 +30,9 @@ def _check_tokens(request: Submit, info: ExecutorInfo) -> None:
         if ids and max(ids) >= info.vocab_size:
             limit = str(info.vocab_size)
             raise InvalidInput(f"token id {max(ids)} is outside the vocabulary of {limit}", field=field, limit=limit)
+    masked = {*s.stop_ids, *(() if s.ignore_eos else info.eos_ids)} if s.min_tokens else set()
+    if masked and masked.issuperset(s.allowed_ids or range(info.vocab_size)):
+        raise InvalidInput("min_tokens leaves no token to choose", field="sampling.allowed_ids", limit="1")
     most = context_limit(info) - 1
     if len(request.prompt) > most:
         raise TooLarge(

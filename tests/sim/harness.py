@@ -130,7 +130,9 @@ class Sim:
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 8, **fields: object) -> int:
         """Returns the key, of choice 0 where there are several. Raises what Scheduler.submit raises."""
-        request = self.request(prompt, max_tokens, **fields)  # type: ignore[arg-type]
+        return self.offer(self.request(prompt, max_tokens, **fields))  # type: ignore[arg-type]
+
+    def offer(self, request: Submit) -> int:
         self.scheduler.submit(request, self.now_ns)
         for choice in choices(request):
             self.clients[choice.key] = Client(choice)

@@ -67,6 +67,7 @@ def _submit(**fields: object) -> Submit:
         (_submit(sampling=Sampling(1, 5, stop_ids=(1000,))), InvalidInput, "sampling.stop_ids"),
         (_submit(sampling=Sampling(1, 5, allowed_ids=(1000,))), InvalidInput, "sampling.allowed_ids"),
         (_submit(sampling=Sampling(1, 5, bias=((1000, 1.0),))), InvalidInput, "sampling.bias"),
+        (_submit(sampling=Sampling(1, 5, min_tokens=1, allowed_ids=(2,))), InvalidInput, "sampling.allowed_ids"),
         (_submit(prompt=u32(np.ones(256))), TooLarge, "prompt"),
         (_submit(raw_logits=True), TooLarge, "raw_logits"),
         (_submit(sampling=Sampling(1, 5, num_prompt_logprobs=500)), TooLarge, "prompt_logprobs"),

@@ -216,7 +216,7 @@ def test_what_can_no_longer_make_its_deadline_does_not_begin() -> None:
 
 
 def _chunks(plan: StepPlan) -> list[int]:
-    return plan.prefill_counts.tolist()
+    return [int(count) for count in plan.prefill_counts]
 
 
 def test_a_long_prompt_takes_its_threshold_and_shorter_ones_use_the_rest() -> None:

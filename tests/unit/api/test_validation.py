@@ -1,6 +1,7 @@
 """Every field's range and default, each refusal naming field and limit."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +161,25 @@ def test_absurd_lengths_are_capped_not_overflowed() -> None:
 def test_logprobs_count_the_chosen_token() -> None:
     values = check(output=pb.OutputOptions(logprobs=0, prompt_logprobs=20)).sampling
     assert (values.num_logprobs, values.num_prompt_logprobs, values.prompt_logprobs_from) == (1, 21, 1)
+
+
+def test_min_tokens_must_leave_a_token_to_choose() -> None:
+    limits = replace(LIMITS, eos_ids=(2, 3))
+
+    def asks(allowed: list[int], **stop: Any) -> dict[str, Any]:
+        return {"sampling": pb.SamplingParams(allowed_token_ids=allowed), "stop": pb.StopConditions(**stop)}
+
+    refused(InvalidInput, "sampling.allowed_token_ids", "1", limits, **asks([2, 3], min_tokens=1))
+    refused(InvalidInput, "sampling.allowed_token_ids", "1", limits, **asks([3, 9], min_tokens=1, stop_token_ids=[9]))
+    for good in (asks([2, 3]), asks([2, 3], min_tokens=1, ignore_eos=True), asks([3, 9], min_tokens=5)):
+        assert check(limits, **good).sampling.allowed_ids
+    tiny = replace(limits, vocab_size=4)
+    refused(InvalidInput, "sampling.allowed_token_ids", "1", tiny, **asks([], min_tokens=1, stop_token_ids=[0, 1]))
+
+
+def test_a_tenant_s_name_is_bounded() -> None:
+    assert check(tenant="é" * 64).tenant == "é" * 64 and check().tenant == ""
+    refused(InvalidInput, "tenant", "128", tenant="é" * 64 + "x")
 
 
 def test_repeated_stops_count_once() -> None:
