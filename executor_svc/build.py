@@ -14,7 +14,7 @@ from executor_svc.attention.registry import make_backend
 from executor_svc.buffers import RowState
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.cuda_device import CudaDevice
-from executor_svc.device_step import DeviceStep, Model
+from executor_svc.device_step import DeviceStep, Model, SampleStep
 from executor_svc.graph_cache import GraphCache, GraphShape, context_buckets
 from executor_svc.kv_cache import (
     CPU_SHARE,
@@ -143,7 +143,7 @@ def build_runner(
     state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
     # What was filled above ran on the default stream, which the others do not wait for.
     device.synchronize()
-    step = DeviceStep(model, backend, cache, state, graphs)
+    step = DeviceStep(model, backend, cache, state, graphs, sample_step=_sample_step(ops))
     _warm_up(device, step, graphs, max_num_seqs, say)
     info = ExecutorInfo(
         model_id=model_id,
@@ -183,6 +183,15 @@ def _graph_contexts(backend: AttentionBackend, context: int, on_cpu: bool) -> tu
     if not backend.gathers:
         return (context,)
     return context_buckets(context if on_cpu else min(context, GRAPH_CONTEXT))
+
+
+def _sample_step(ops: FastOps | ExactOps) -> SampleStep | None:
+    """The kernels' sampling beside the kernels' operations."""
+    if not ops.has_kernels:
+        return None
+    from executor_svc.kernels.sampling import sample_step  # only now: a CPU's installation has no triton
+
+    return sample_step
 
 
 def default_buckets(max_num_seqs: int) -> tuple[int, ...]:

@@ -31,6 +31,21 @@ _BEYOND_GRAPH = RowNeeds.RANDOM | RowNeeds.FILTER | RowNeeds.PENALTIES | RowNeed
 _PROMPT_PIECE = 64
 
 
+class SampleStep(Protocol):
+    """Sampling and commit in one: executor_svc.kernels.sampling.sample_step."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        status: torch.Tensor,
+        state: RowState,
+        *,
+        is_random: bool,
+        has_penalties: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class Model(Protocol):
     """What the runner needs of a model; executor_svc.models.decoder.Decoder is one."""
 
@@ -135,13 +150,22 @@ class DeviceStep:
     """Owner of what a step works with; stateless beside row state and cache."""
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, cache: KvCache, state: RowState, graphs: GraphCache
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        cache: KvCache,
+        state: RowState,
+        graphs: GraphCache,
+        *,
+        sample_step: SampleStep | None = None,
     ) -> None:
+        """`sample_step`: takes the rows without host-made masks; None: torch's operators take all."""
         self._model = model
         self._attention = attention
         self._cache = cache
         self._state = state
         self._graphs = graphs
+        self._sample_step = sample_step
         self._block_size = cache.shape.block_size
         self._tables = RowTables(state.block_tables, state.length, cache.shape.block_size)
 
@@ -312,6 +336,9 @@ class DeviceStep:
         self, logits: torch.Tensor, rows: torch.Tensor, status: torch.Tensor, plan: SamplePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples and makes the tokens the rows' next inputs. Returns tokens and the final status."""
+        if self._sample_step is not None and not plan.special:
+            random, penalties = bool(plan.needs & RowNeeds.RANDOM), bool(plan.needs & RowNeeds.PENALTIES)
+            return self._sample_step(logits, rows, status, self._state, is_random=random, has_penalties=penalties)
         status = torch.where((status == FINE) & ~_is_finite(logits), FAILED, status)
         self._mark_dead(rows, status)
         tokens = sample(logits, rows, self._state, plan)

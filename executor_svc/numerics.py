@@ -24,7 +24,9 @@ _SERIAL_ELEMENTS: Final = 32767
 
 
 class FastOps:
-    """Whatever is quickest for the dtype."""
+    """Whatever is quickest for the dtype. `has_kernels`: operations are kernels of our own, see TritonOps."""
+
+    has_kernels: bool = False
 
     def __init__(self) -> None:
         self._packed: dict[int, torch.Tensor] = {}
@@ -83,6 +85,8 @@ class Products(Enum):
 
 class ExactOps:
     """float32, batch-invariant. `products` is decided by `settle` and until then the quickest."""
+
+    has_kernels: Final = False
 
     def __init__(self, products: Products = Products.BLAS) -> None:
         self.products = products

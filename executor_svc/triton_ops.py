@@ -7,6 +7,8 @@ from executor_svc.numerics import FastOps
 
 
 class TritonOps(FastOps):
+    has_kernels = True
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return norm.rms_norm(x, weight, eps)
 

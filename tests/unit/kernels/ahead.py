@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from executor_svc.buffers import RowState
+from executor_svc.cpu_device import CpuDevice
 from executor_svc.kernels.activation import silu_mul
 from executor_svc.kernels.decode_attention import (
     DecodeSplit,
@@ -32,6 +34,7 @@ from executor_svc.kernels.kv_write import write_kv
 from executor_svc.kernels.norm import add_rms_norm, rms_norm
 from executor_svc.kernels.prefill_attention import prefill_attention
 from executor_svc.kernels.rotary import rotate_and_write
+from executor_svc.kernels.sampling import sample_step
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -132,6 +135,18 @@ def between_products(dim: int, hidden: int, *, has_norms: bool) -> None:
     write_kv(qkv[:, 32:40], qkv[:, 40:], tokens, cache, cache, 48)
 
 
+def sampling(batch: int, *, is_random: bool, has_penalties: bool) -> None:
+    device = CpuDevice(threads=1)
+    state = RowState(device, batch, 4, 9, 128256)
+    device.close()
+    if has_penalties:
+        state.output_counts = torch.empty(1, dtype=torch.int32)
+        state.in_prompt = torch.empty(1, dtype=torch.bool)
+    rows = torch.arange(batch)
+    logits = torch.empty(batch, 128256)
+    sample_step(logits, rows, rows, state, is_random=is_random, has_penalties=has_penalties)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "decode, l1b": lambda: decode(64, even_split(1, 8, 4096)),
     "decode, l8b": lambda: decode(128, even_split(1, 8, 4096)),
@@ -145,6 +160,8 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill, exact": lambda: prefill(128, dtype=torch.float32, split=1024),
     "between products, l1b": lambda: between_products(64, 2048, has_norms=False),
     "between products, l8b": lambda: between_products(128, 4096, has_norms=True),
+    "sampling, greedy": lambda: sampling(1, is_random=False, has_penalties=False),
+    "sampling, full": lambda: sampling(64, is_random=True, has_penalties=True),
 }
 
 

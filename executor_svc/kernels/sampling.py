@@ -1,0 +1,263 @@
+"""From logits to the next step's inputs with no word to the host: penalties, most likely token, draw, commit.
+
+Three kernels. *best*: each row's vocabulary in parts; penalties, the largest logit, whether all are finite. *draw*,
+where a row of the batch is random, one program a row: top-k and top-p are cut at a least logit, found by halving the
+range of logits (as integers of the same order) where the sampler sorts; then the cumulative sum is inverted. *commit*:
+joins the parts, settles the row's status, makes the token the row's next input.
+
+The rules, their order and the random numbers are executor_svc/sampler.py's. Sums are float64 there and here, but not in
+one order, and exponentials differ in their last bits: where a draw falls that close to a border, the token may differ.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from executor_svc.buffers import RowState
+
+# Logits a program looks at at once.
+_BLOCK = 4096
+_PROGRAMS = 264
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX2 = tl.constexpr(0x94D049BB133111EB)
+PURPOSE = tl.constexpr(0xD1B54A32D192ED03)
+
+# Columns of RowState.floats and RowState.ints, and the results' status (executor_svc/buffers.py, device_step.py).
+TEMPERATURE, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+REPETITION, PRESENCE, FREQUENCY = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+FLOATS, SEED, TOP_K, INTS = tl.constexpr(6), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FAILED, FINE = tl.constexpr(0), tl.constexpr(1)
+
+
+@triton.jit
+def best_kernel(
+    logits, rows, floats, counts, in_prompt, penalised, best, best_at, finite,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One part of one row's vocabulary. Writes its largest logit, where that is, and whether all are finite."""
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + at)
+    top = tl.full([], float("-inf"), tl.float32)
+    top_at = part * SHARE
+    is_finite = tl.full([], 1, tl.int32)
+    for start in tl.range(part * SHARE, (part + 1) * SHARE, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        is_there = ids < VOCAB
+        value = tl.load(logits + at * VOCAB + ids, mask=is_there, other=0.0).to(tl.float32)
+        is_finite = tl.minimum(is_finite, tl.min((tl.abs(value) < float("inf")).to(tl.int32), 0))
+        if HAS_PENALTIES:
+            count = tl.load(counts + row * VOCAB + ids, mask=is_there, other=0).to(tl.float32)
+            seen = tl.load(in_prompt + row * VOCAB + ids, mask=is_there, other=0).to(tl.int1) | (count > 0)
+            repetition = tl.load(floats + row * FLOATS + REPETITION)
+            repeated = tl.where(value > 0, tl.div_rn(value, repetition + tl.zeros_like(value)), value * repetition)
+            value = tl.where(seen, repeated, value)
+            value = value - count * tl.load(floats + row * FLOATS + FREQUENCY)
+            value = value - tl.where(count > 0, tl.load(floats + row * FLOATS + PRESENCE), 0.0)
+            tl.store(penalised + at * VOCAB + ids, value, mask=is_there)
+        value = tl.where(is_there, value, float("-inf"))
+        highest, place = tl.max(value, 0, return_indices=True)
+        top_at = tl.where(highest > top, start + place, top_at)
+        top = tl.maximum(top, highest)
+    tl.store(best + at * PARTS + part, top)
+    tl.store(best_at + at * PARTS + part, top_at)
+    tl.store(finite + at * PARTS + part, is_finite)
+
+
+@triton.jit
+def mixed(z):
+    z = (z ^ (z >> 30)) * MIX1
+    z = (z ^ (z >> 27)) * MIX2
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def uniform(seed, position):
+    """float64 in [0, 1): 53 bits of (seed, position) for the purpose of sampling."""
+    stream = mixed(seed.to(tl.uint64, bitcast=True) + PURPOSE)
+    bits = mixed(stream + (position + 1).to(tl.uint64, bitcast=True) * GOLDEN)
+    return (bits >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53))
+
+
+@triton.jit
+def key_of(value):
+    """int64, in the order of the float32 values; both zeros are one."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def value_of(key):
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled_block(logits, start, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    ids = start + tl.arange(0, BLOCK)
+    value = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(value, temperature + tl.zeros_like(value))
+
+
+@triton.jit
+def above(logits, key, temperature, top, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many logits lie above `key`, int64, and the sum of their weights, float64."""
+    count = tl.full([], 0, tl.int64)
+    weight = tl.full([], 0.0, tl.float64)
+    for start in tl.range(0, VOCAB, BLOCK):
+        value = scaled_block(logits, start, temperature, VOCAB, BLOCK)
+        is_above = key_of(value) > key
+        count += tl.sum(is_above.to(tl.int64), 0)
+        weight += tl.sum(tl.where(is_above, tl.exp(value - top), 0.0).to(tl.float64), 0)
+    return count, weight
+
+
+@triton.jit
+def draw_kernel(
+    logits, rows, lengths, floats, ints, best, finite, drawn,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: writes the token drawn, or -1 for a row that takes the most likely one."""
+    at = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + at)
+    parts = tl.arange(0, P)
+    highest = tl.max(tl.load(best + at * PARTS + parts, mask=parts < PARTS, other=float("-inf")), 0)
+    is_finite = tl.min(tl.load(finite + at * PARTS + parts, mask=parts < PARTS, other=1), 0) > 0
+    temperature = tl.load(floats + row * FLOATS + TEMPERATURE)
+    token = tl.full([], -1, tl.int64)
+    if (temperature > 0) & is_finite:
+        own = logits + at * VOCAB
+        top = tl.div_rn(highest, temperature)
+        top_k = tl.load(ints + row * INTS + TOP_K)
+        top_p = tl.load(floats + row * FLOATS + TOP_P)
+        min_p = tl.load(floats + row * FLOATS + MIN_P)
+        highest_key = key_of(top)
+        lowest_key = tl.full([], -(1 << 31), tl.int64)
+        _count, whole = above(own, lowest_key - 1, temperature, top, VOCAB, BLOCK)
+        least = lowest_key
+        if top_k > 0:
+            # The largest key that at least k logits reach.
+            wanted = tl.minimum(top_k, VOCAB)
+            low, high = lowest_key, highest_key
+            while low < high:
+                middle = (low + high + 1) >> 1
+                count, _weight = above(own, middle - 1, temperature, top, VOCAB, BLOCK)
+                low = tl.where(count >= wanted, middle, low)
+                high = tl.where(count >= wanted, high, middle - 1)
+            least = low
+            count, weight = above(own, least, temperature, top, VOCAB, BLOCK)
+            whole = weight + (wanted - count).to(tl.float64) * tl.exp(value_of(least) - top).to(tl.float64)
+        if top_p < 1:
+            # The smallest key above which less than top_p lies: a token stays until those before it have reached it.
+            target = top_p.to(tl.float64) * whole
+            low, high = lowest_key, highest_key
+            while low < high:
+                middle = (low + high) >> 1
+                _count, weight = above(own, middle, temperature, top, VOCAB, BLOCK)
+                high = tl.where(weight < target, middle, high)
+                low = tl.where(weight < target, low, middle + 1)
+            least = tl.maximum(least, low)
+        total = tl.full([], 0.0, tl.float64)
+        for start in tl.range(0, VOCAB, BLOCK):
+            value = scaled_block(own, start, temperature, VOCAB, BLOCK)
+            weight = tl.exp(value - top)
+            total += tl.sum(tl.where((key_of(value) >= least) & (weight >= min_p), weight, 0.0).to(tl.float64), 0)
+        target = uniform(tl.load(ints + row * INTS + SEED), tl.load(lengths + row)) * total
+        before = tl.full([], 0.0, tl.float64)
+        token = tl.full([], VOCAB, tl.int64)
+        last = tl.full([], 0, tl.int64)
+        for start in tl.range(0, VOCAB, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            value = scaled_block(own, start, temperature, VOCAB, BLOCK)
+            weight = tl.exp(value - top)
+            is_kept = (key_of(value) >= least) & (weight >= min_p) & (weight > 0)
+            kept = tl.where(is_kept, weight, 0.0).to(tl.float64)
+            passes = is_kept & (before + tl.cumsum(kept, 0) > target)
+            token = tl.minimum(token, tl.min(tl.where(passes, ids, VOCAB), 0))
+            last = tl.maximum(last, tl.max(tl.where(is_kept, ids, 0), 0))
+            before += tl.sum(kept, 0)
+        # Rounding may leave the sum just short of the target.
+        token = tl.minimum(token, last)
+    tl.store(drawn + at, token)
+
+
+@triton.jit
+def commit_kernel(
+    rows, status, best, best_at, finite, drawn, tokens, out_status, last_token, lengths, dead, counts, pad_row,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, IS_RANDOM: tl.constexpr, HAS_PENALTIES: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """One row: the token, its status, and the row's state for the next step; padding keeps its own."""
+    at = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + at)
+    parts = tl.arange(0, P)
+    is_part = parts < PARTS
+    tops = tl.load(best + at * PARTS + parts, mask=is_part, other=float("-inf"))
+    # Of equal logits the first counts: parts lie in order, and a part names its first.
+    part = tl.argmax(tops, 0)
+    token = tl.load(best_at + at * PARTS + part).to(tl.int64)
+    if IS_RANDOM:
+        chosen = tl.load(drawn + at)
+        token = tl.where(chosen >= 0, chosen, token)
+    is_finite = tl.min(tl.load(finite + at * PARTS + parts, mask=is_part, other=1), 0) > 0
+    own = tl.load(status + at)
+    own = tl.where((own == FINE) & (is_finite == 0), FAILED, own)
+    tl.store(tokens + at, token)
+    tl.store(out_status + at, own)
+    is_real = row != pad_row
+    tl.store(dead + row, own == FAILED, mask=is_real)
+    tl.store(last_token + row, token, mask=is_real)
+    tl.store(lengths + row, tl.load(lengths + row) + 1, mask=is_real)
+    if HAS_PENALTIES:
+        place = counts + row * VOCAB + token
+        tl.store(place, tl.load(place, mask=is_real, other=0) + 1, mask=is_real)
+
+
+def sample_step(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    status: torch.Tensor,
+    state: RowState,
+    *,
+    is_random: bool,
+    has_penalties: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses each row's token and makes it the row's next input. Returns tokens and final status, new, int64 [N].
+
+    logits: [N, vocab], contiguous, left as they are. rows: int64 [N], effective, distinct but for state.pad_row, whose
+    state stays. status: int64 [N], of the hidden states. Rows whose logits are not finite fail; their token is
+    arbitrary. Writes state.last_token, length, dead and, with penalties, output_counts of the rows.
+    Launch: (N, parts) programs; N, where a row is random; N.
+    """
+    count, vocab = logits.shape
+    device = logits.device
+    blocks = -(-vocab // _BLOCK)
+    parts = 1
+    while 2 * parts * count <= _PROGRAMS and 2 * parts <= blocks:
+        parts *= 2
+    share = -(-blocks // parts) * _BLOCK
+    best = torch.empty(count, parts, dtype=torch.float32, device=device)
+    best_at = torch.empty(count, parts, dtype=torch.int32, device=device)
+    finite = torch.empty(count, parts, dtype=torch.int32, device=device)
+    tokens, out_status, drawn = torch.empty(3, count, dtype=torch.int64, device=device)
+    counts = in_prompt = rows
+    penalised = logits
+    if has_penalties:
+        counts, in_prompt = state.ensure_penalties()
+        penalised = torch.empty(count, vocab, dtype=torch.float32, device=device)
+    best_kernel[(count, parts)](
+        logits, rows, state.floats, counts, in_prompt, penalised, best, best_at, finite,
+        VOCAB=vocab, PARTS=parts, SHARE=share, HAS_PENALTIES=has_penalties, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    if is_random:
+        draw_kernel[(count,)](
+            penalised, rows, state.length, state.floats, state.ints, best, finite, drawn,
+            VOCAB=vocab, PARTS=parts, P=triton.next_power_of_2(parts), BLOCK=_BLOCK, num_warps=16,
+        )  # fmt: skip
+    commit_kernel[(count,)](
+        rows, status, best, best_at, finite, drawn, tokens, out_status,
+        state.last_token, state.length, state.dead, counts, state.pad_row,
+        VOCAB=vocab, PARTS=parts, IS_RANDOM=is_random, HAS_PENALTIES=has_penalties,
+        P=triton.next_power_of_2(parts), num_warps=1,
+    )  # fmt: skip
+    return tokens, out_status

@@ -1,0 +1,111 @@
+"""The sampling kernels choose the tokens, and leave the row state, of executor_svc/sampler.py."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from common.messages import Sampling
+from executor_svc.buffers import RowState
+from executor_svc.build import make_device
+from executor_svc.kernels.sampling import sample_step
+from executor_svc.rows import RowNeeds, needs_of
+from executor_svc.sampler import SamplePlan, commit, sample, seed_to_int64
+from tests.interpreter import DEVICE
+
+VOCAB = 300
+FAILED, FINE, PADDING = 0, 1, 2
+
+BASE = Sampling(seed=1, max_tokens=9, temperature=0.0)
+SAMPLINGS = [
+    BASE,
+    dataclasses.replace(BASE, temperature=0.7, seed=2),
+    dataclasses.replace(BASE, temperature=1.3, top_k=5, seed=(1 << 64) - 3),
+    dataclasses.replace(BASE, temperature=1.0, top_k=1000, seed=4),
+    dataclasses.replace(BASE, temperature=1.0, top_p=0.6, seed=5),
+    dataclasses.replace(BASE, temperature=0.9, top_k=40, top_p=0.8, min_p=0.05, seed=6),
+    dataclasses.replace(BASE, temperature=1.5, min_p=0.2, seed=7),
+    dataclasses.replace(BASE, temperature=1.0, top_p=0.0, seed=8),
+]
+PENALISED = [
+    dataclasses.replace(s, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3) for s in SAMPLINGS[:6]
+]
+
+
+def make_state(samplings: list[Sampling], vocab: int, *, penalties: bool) -> RowState:
+    device = make_device(DEVICE.type)
+    state = RowState(device, len(samplings) + 1, 4, 9, vocab)
+    device.close()
+    for row, s in enumerate(samplings):
+        state.ints[row] = torch.tensor([seed_to_int64(s.seed), s.top_k])
+        rest = [s.repetition_penalty, s.presence_penalty, s.frequency_penalty]
+        state.floats[row] = torch.tensor([s.temperature, s.top_p, s.min_p, *rest])
+        state.length[row] = 5 + row
+    if penalties:
+        counts, in_prompt = state.ensure_penalties()
+        generator = torch.Generator().manual_seed(3)
+        counts.copy_((torch.rand(counts.shape, generator=generator) < 0.1).int() * 2)
+        in_prompt.copy_(torch.rand(in_prompt.shape, generator=generator) < 0.2)
+    return state
+
+
+def fields(state: RowState) -> dict[str, torch.Tensor]:
+    """What both must leave alike: all of the rows, and of the padding row that it is as it was."""
+    names = ("last_token", "length", "output_counts")
+    real = {name: getattr(state, name) for name in names}
+    return {name: value[: state.num_rows].cpu() for name, value in real.items() if value is not None}
+
+
+@pytest.mark.parametrize("repeat", range(3))
+@pytest.mark.parametrize("kind", ["greedy", "random", "penalised"])
+def test_tokens_and_state_are_the_samplers(kind: str, repeat: int) -> None:
+    samplings = {"greedy": [BASE] * 4, "random": SAMPLINGS, "penalised": PENALISED}[kind]
+    needs = RowNeeds.NONE
+    for s in samplings:
+        needs |= needs_of(s)
+    penalties = bool(needs & RowNeeds.PENALTIES)
+    mine, theirs = (make_state(samplings, VOCAB, penalties=penalties) for _ in range(2))
+    rows = torch.randperm(len(samplings), generator=torch.Generator().manual_seed(repeat)).to(DEVICE)
+    logits = (torch.randn(len(samplings), VOCAB, generator=torch.Generator().manual_seed(repeat)) * 3).to(DEVICE)
+    logits[0, 40] = logits[0, 7] = 20.0  # the first of two equal ones
+    filtered = torch.tensor([at for at, row in enumerate(rows.tolist()) if needs_of(samplings[row]) & RowNeeds.FILTER])
+    plan = SamplePlan(needs, filtered.to(DEVICE) if len(filtered) else None)
+    want = sample(logits, rows, theirs, plan)
+    commit(want, rows, theirs, plan)
+    status = torch.full((len(samplings),), FINE, device=DEVICE)
+    tokens, out = sample_step(
+        logits, rows, status, mine, is_random=bool(needs & RowNeeds.RANDOM), has_penalties=penalties
+    )
+    assert tokens.tolist() == want.tolist()
+    assert (out == FINE).all()
+    for name, value in fields(theirs).items():
+        assert torch.equal(fields(mine)[name], value), name
+
+
+def test_padding_keeps_its_state_and_failed_rows_die() -> None:
+    state = make_state([BASE, SAMPLINGS[1], BASE], VOCAB, penalties=False)
+    state.length[state.pad_row], state.last_token[state.pad_row] = 1, 0
+    rows = torch.tensor([state.pad_row, 0, 1, state.pad_row, 2], device=DEVICE)
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logits[1, 17], logits[2, 299] = torch.nan, torch.inf
+    status = torch.tensor([PADDING, FINE, FINE, PADDING, FINE], device=DEVICE)
+    tokens, out = sample_step(logits, rows, status, state, is_random=True, has_penalties=False)
+    assert out.tolist() == [PADDING, FAILED, FAILED, PADDING, FINE]
+    assert state.dead.tolist() == [True, True, False, False, False]
+    assert (int(state.length[state.pad_row]), int(state.last_token[state.pad_row])) == (1, 0)
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    assert tokens[4] == logits[4].argmax()
+
+
+def test_a_large_vocabulary_in_parts() -> None:
+    vocab = 9000
+    state = make_state([BASE, SAMPLINGS[5]], vocab, penalties=False)
+    theirs = make_state([BASE, SAMPLINGS[5]], vocab, penalties=False)
+    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logits[0, 5000] = logits[0, 8999] = 9.0
+    rows = torch.arange(2, device=DEVICE)
+    plan = SamplePlan(needs_of(SAMPLINGS[5]), rows[1:])
+    status = torch.full((2,), FINE, device=DEVICE)
+    tokens, _ = sample_step(logits, rows, status, state, is_random=True, has_penalties=False)
+    assert tokens.tolist() == sample(logits, rows, theirs, plan).tolist()
+    assert tokens[0] == 5000
