@@ -5,10 +5,17 @@ import logging
 
 import torch
 
+from common.errors import ConfigError
 from common.model_files.description import ModelFiles, Progress
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
-from executor_svc.loader.load import load_model, model_dtype
+from executor_svc.device_step import Model
+from executor_svc.kernels_cpu.compile import NoKernels
+from executor_svc.kernels_cpu.decoder import unsupported
+from executor_svc.kernels_cpu.library import Library, load_library
+from executor_svc.kernels_cpu.load import load_native
+from executor_svc.kernels_cpu.packing import Format
+from executor_svc.loader.load import load_model, model_config, model_dtype
 from executor_svc.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -16,23 +23,45 @@ log = logging.getLogger(__name__)
 # A chunk is what running sequences wait for: on a CPU half a second at 512 tokens of a 135M model.
 _MAX_TOKENS_PER_STEP = {"cpu": 512, "cuda": 2048}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FORMATS = {"auto": None, "dense": Format.DENSE, "int8": Format.INT8, "int4": Format.INT4}
 
 
 def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth: int, progress: Progress) -> Runner:
     """Blocks for as long as loading takes. Raises ConfigError and ModelError."""
     description = files.description
-    device = make_device(config.device, threads=config.threads)
-    dtype = _DTYPES.get(config.dtype) or default_dtype(config.numerics, device.torch_device.type) or model_dtype(files)
-    ops = make_ops(config.numerics, device.torch_device)
-    log.info("loading %s (%s) as %s onto %s", description.id, files.path, dtype, device.name)
-    model = load_model(
-        files,
-        dtype=dtype,
-        device=device.torch_device,
-        ops=ops,
-        progress=progress,
-        max_positions=config.max_context or None,
-    )
+    kernels = _cpu_kernels(config, files, progress)
+    model: Model
+    if kernels is not None:
+        threads = config.threads or torch.get_num_threads()
+        # What torch still does in a step is small; its threads would spin beside the kernels' own.
+        device = make_device("cpu", threads=1)
+        ops = make_ops(config.numerics, device.torch_device)
+        log.info("loading %s (%s) for the CPU kernels, %d threads", description.id, files.path, threads)
+        native = load_native(
+            files,
+            model_config(files),
+            kernels,
+            wanted=_FORMATS[config.weight_dtype],
+            threads=threads,
+            progress=progress,
+            max_positions=config.max_context or None,
+        )
+        log.info("weights: %s, %d bytes read in each step", native.weights.formats, native.weights.step_bytes)
+        model = native
+    else:
+        device = make_device(config.device, threads=config.threads)
+        ops = make_ops(config.numerics, device.torch_device)
+        kind = device.torch_device.type
+        dtype = _DTYPES.get(config.dtype) or default_dtype(config.numerics, kind) or model_dtype(files)
+        log.info("loading %s (%s) as %s onto %s", description.id, files.path, dtype, device.name)
+        model = load_model(
+            files,
+            dtype=dtype,
+            device=device.torch_device,
+            ops=ops,
+            progress=progress,
+            max_positions=config.max_context or None,
+        )
     return build_runner(
         model,
         ops=ops,
@@ -50,3 +79,37 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         eos_ids=description.eos_ids,
         progress=progress,
     )
+
+
+def _cpu_kernels(config: ExecutorConfig, files: ModelFiles, progress: Progress) -> Library | None:
+    """The kernels where this configuration takes them; None: torch computes the steps. Says which in the log.
+
+    Raises ConfigError where weights were asked for that only the kernels have.
+    """
+    reason = _why_not_kernels(config, files)
+    if not reason:
+        progress("building the CPU kernels", 0, 1)
+        try:
+            kernels = load_library()
+        except NoKernels as error:
+            reason = str(error)
+        else:
+            progress("building the CPU kernels", 1, 1)
+            log.info("steps run in the CPU kernels, %s", "with tile registers" if kernels.has_tiles else "AVX-512")
+            return kernels
+    if config.weight_dtype in ("int8", "int4"):
+        raise ConfigError(f"weight_dtype {config.weight_dtype} needs the CPU kernels: {reason}", field="weight_dtype")
+    log.info("steps run in torch, not in the CPU kernels: %s", reason)
+    return None
+
+
+def _why_not_kernels(config: ExecutorConfig, files: ModelFiles) -> str:
+    if not (config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())):
+        return "they are for the CPU"
+    if config.numerics != "fast":
+        return f"numerics {config.numerics}"
+    if config.dtype not in ("auto", "bfloat16"):
+        return f"dtype {config.dtype}"
+    if config.attention_backend != "auto":
+        return f"attention backend {config.attention_backend}"
+    return unsupported(model_config(files))

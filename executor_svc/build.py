@@ -16,6 +16,7 @@ from executor_svc.cpu_device import CpuDevice
 from executor_svc.cuda_device import CudaDevice
 from executor_svc.device_step import DeviceStep, Model, SampleStep
 from executor_svc.graph_cache import GraphCache, GraphShape, context_buckets
+from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder
 from executor_svc.kv_cache import (
     CPU_SHARE,
     CUDA_SHARE,
@@ -122,7 +123,11 @@ def build_runner(
         ops.pack(_weights(model))
         say("packing weights", 1, 1)
     attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
-    backend = make_backend(attention_backend, attention_shape, ops, device.torch_device)
+    backend: AttentionBackend
+    if isinstance(model, NativeDecoder):
+        backend = NativeAttention()
+    else:
+        backend = make_backend(attention_backend, attention_shape, ops, device.torch_device)
     shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, model.dtype)
     on_cpu = device.torch_device.type == "cpu"
     available = host_available() if on_cpu else cuda_available(device.torch_device)

@@ -22,6 +22,10 @@ class ExecutorConfig(ServiceConfig):
         default="auto",
         description="auto: float32 in exact mode, bfloat16 on a CPU that multiplies it, else the model's own",
     )
+    weight_dtype: Literal["auto", "dense", "int8", "int4"] = Field(
+        default="auto",
+        description="CPU kernels only; auto: 4- and 8-bit GGUF blocks as they are, else dense; dense: in dtype",
+    )
     numerics: Literal["exact", "fast"] = Field(
         default="fast", description="exact: tokens do not depend on batch, chunks, cache or restarts"
     )

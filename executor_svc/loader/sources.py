@@ -14,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 from common.errors import ModelError
 from common.model_files.description import ModelFiles
 from common.model_files.gguf_header import GgufHeader, GgufTensor
+from executor_svc.kernels_cpu.packing import GROUP, Blocks
 from executor_svc.loader.names import Part
 
+_BLOCK_BYTES = {GGMLQuantizationType.Q8_0: 34, GGMLQuantizationType.Q4_0: 18, GGMLQuantizationType.Q4_1: 20}
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -27,6 +29,10 @@ class TensorSource(Protocol):
 
         Raises ModelError naming file and tensor when it is missing or has another type or shape.
         """
+        ...
+
+    def read_blocks(self, part: Part) -> Blocks | None:
+        """The same as the file's quantised blocks; None: it is not quantised, or in another way than Blocks can say."""
         ...
 
     def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
@@ -69,6 +75,9 @@ class _SafetensorsSource:
         tensor: torch.Tensor = self._open[shard.path.name].get_tensor(part.hf_name)
         return tensor
 
+    def read_blocks(self, part: Part) -> Blocks | None:
+        return None
+
     def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
         return None
 
@@ -80,14 +89,25 @@ class _GgufSource:
         self._permuted = permuted
 
     def read(self, part: Part) -> torch.Tensor:
+        return torch.from_numpy(self._in_order(part, self._dequantize(self._find(part))))
+
+    def read_blocks(self, part: Part) -> Blocks | None:
+        info = self._find(part)
+        if info.type not in _BLOCK_BYTES or len(info.shape) != 2:
+            return None
+        raw = np.frombuffer(self._buffer, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        raw = self._in_order(part, raw.reshape(info.shape[0], -1, _BLOCK_BYTES[info.type]))
+        return _blocks(raw, info.type)
+
+    def _find(self, part: Part) -> GgufTensor:
         info = self._header.tensors.get(part.gguf_name)
         if info is None:
             raise ModelError(f"{self._header.path}: tensor {part.gguf_name} is missing")
         _check_shape(str(self._header.path), part.gguf_name, info.shape, part.shape)
-        array = self._dequantize(info)
-        if part.rotary_heads and self._permuted:
-            array = _unpermute(array, part.rotary_heads)
-        return torch.from_numpy(array)
+        return info
+
+    def _in_order(self, part: Part, rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+        return _unpermute(rows, part.rotary_heads) if part.rotary_heads and self._permuted else rows
 
     def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
         info = self._header.tensors.get("rope_freqs.weight")
@@ -111,6 +131,21 @@ class _GgufSource:
                 f"{self._header.path}: tensor {info.name} has type {info.type.name}, which can not be dequantised"
             ) from None
         return values.reshape(info.shape)
+
+
+def _blocks(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Blocks:
+    """raw: [rows, groups, bytes of a block]. Layouts: ggml's ggml-common.h, block_q8_0, block_q4_0 and block_q4_1."""
+    rows, groups, _ = raw.shape
+
+    def halves(start: int) -> np.ndarray[Any, np.dtype[np.float16]]:
+        return np.ascontiguousarray(raw[:, :, start : start + 2]).view(np.float16)[:, :, 0]
+
+    scales = halves(0)
+    if kind == GGMLQuantizationType.Q8_0:
+        return Blocks(np.ascontiguousarray(raw[:, :, 2:]).view(np.int8).reshape(rows, groups * GROUP), scales, None)
+    minima = halves(2) if kind == GGMLQuantizationType.Q4_1 else scales * np.float16(-8)
+    both = raw[:, :, -GROUP // 2 :]
+    return Blocks(np.concatenate((both & 15, both >> 4), axis=2).reshape(rows, groups * GROUP), scales, minima)
 
 
 def _unpermute(array: np.ndarray[Any, np.dtype[Any]], heads: int) -> np.ndarray[Any, np.dtype[Any]]:

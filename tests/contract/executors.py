@@ -1,13 +1,18 @@
 """The executors the contract holds for, all of one size, so that one set of plans fits them all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 import tests.interpreter  # noqa: F401 - kernels on the CPU
 from executor_svc.build import build_runner, make_device, make_ops
 from executor_svc.cpu_device import CpuDevice
+from executor_svc.kernels_cpu.compile import NoKernels
+from executor_svc.kernels_cpu.decoder import NativeDecoder, pack_decoder
+from executor_svc.kernels_cpu.library import load_library
+from executor_svc.kernels_cpu.packing import Format
 from executor_svc.loader.random import random_decoder
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder
@@ -28,7 +33,7 @@ MAX_CONTEXT = 64
 EOS = 2
 NAN_TOKEN = 96
 
-KINDS = ("toy", "exact", "fast", "late", "graphs", "triton")
+KINDS = ("toy", "exact", "fast", "late", "graphs", "triton", "native")
 
 
 def tiny_config(*, window: int = 0) -> ModelConfig:
@@ -109,6 +114,31 @@ def tiny_runner(
     )
 
 
+def native_runner(*, nan_token: bool = False) -> Runner:
+    """The CPU kernels, which want sizes that are multiples of 32. Skips where this machine can not build them."""
+    try:
+        library = load_library()
+    except NoKernels as error:
+        pytest.skip(str(error))
+    config = replace(tiny_config(), intermediate_size=64, head_dim=32)
+    ops = make_ops("fast")
+    weights = random_decoder(config, dtype=torch.float32, device=torch.device("cpu"), ops=ops, scale=0.3).weights
+    if nan_token:
+        weights.embedding[NAN_TOKEN] = torch.nan
+    return build_runner(
+        NativeDecoder(config, pack_decoder(config, weights, Format.DENSE), library, threads=2),
+        ops=ops,
+        device=CpuDevice(threads=1),
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_num_seqs=MAX_SEQS,
+        max_tokens_per_step=MAX_TOKENS,
+        model_id="tiny",
+        model_hash="tiny-0",
+        eos_ids=(EOS,),
+    )
+
+
 def tiny_toy(*, nan_token: bool = False) -> ToyExecutor:
     info = toy_info(
         vocab_size=VOCAB,
@@ -145,6 +175,8 @@ class Maker:
                 return tiny_runner(numerics="fast", attention_backend="triton", nan_token=nan_token, buckets=(1, 2, 4))
             case "triton exact":
                 return tiny_runner(attention_backend="triton", nan_token=nan_token)
+            case "native":
+                return native_runner(nan_token=nan_token)
             case "cuda":
                 device = make_device("cuda")
                 return tiny_runner(numerics="fast", device=device, nan_token=nan_token, buckets=(1, 2, 4, 8))

@@ -1,0 +1,110 @@
+"""The C interface of step.cpp. Structures mirror its own, field by field."""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import ClassVar, Final
+
+from executor_svc.kernels_cpu.compile import NoKernels, kernel_library
+
+# What `stepwire_spent` tells apart, in its order.
+PARTS: Final = ("products", "attention", "norms", "rotary", "head")
+
+
+class CMatrix(Structure):
+    _fields_: ClassVar = [
+        ("data", c_void_p), ("bias", c_void_p), ("format", c_int32), ("columns", c_int32), ("depth", c_int32),
+        ("reserved", c_int32),
+    ]  # fmt: skip
+
+
+class CLayer(Structure):
+    _fields_: ClassVar = [
+        ("qkv", CMatrix), ("output", CMatrix), ("gate_up", CMatrix), ("down", CMatrix), ("input_norm", c_void_p),
+        ("post_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("keys", c_void_p), ("values", c_void_p),
+        ("window", c_int32), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
+class CShape(Structure):
+    _fields_: ClassVar = [
+        ("num_layers", c_int32), ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32),
+        ("head_dim", c_int32), ("intermediate", c_int32), ("vocab", c_int32), ("block_size", c_int32),
+        ("null_block", c_int64), ("eps", c_float), ("scale", c_float),
+    ]  # fmt: skip
+
+
+class CModel(Structure):
+    _fields_: ClassVar = [
+        ("shape", CShape), ("layers", POINTER(CLayer)), ("head", CMatrix), ("final_norm", c_void_p),
+        ("rotary", c_void_p), ("embedding", c_void_p),
+    ]  # fmt: skip
+
+
+class CChunk(Structure):
+    _fields_: ClassVar = [
+        ("row", c_void_p), ("first", c_int64), ("count", c_int64), ("start", c_int64),
+    ]  # fmt: skip
+
+
+class CStep(Structure):
+    _fields_: ClassVar = [
+        ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("block_tables", c_void_p),
+        ("lengths", c_void_p), ("decode_rows", c_void_p), ("decode_index", c_void_p), ("chunks", POINTER(CChunk)),
+        ("num_tokens", c_int64), ("num_decodes", c_int64), ("table_size", c_int64), ("num_chunks", c_int64),
+        ("out", c_void_p),
+    ]  # fmt: skip
+
+
+class Library:
+    """The loaded kernels. Calls release the GIL."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises NoKernels."""
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NoKernels(f"the kernels can not be loaded: {error}") from error
+        library.stepwire_create.restype = c_void_p
+        library.stepwire_create.argtypes = [POINTER(CModel), c_int]
+        library.stepwire_destroy.restype = None
+        library.stepwire_destroy.argtypes = [c_void_p]
+        library.stepwire_forward.argtypes = [c_void_p, POINTER(CStep)]
+        library.stepwire_logits.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
+        library.stepwire_spent.restype = None
+        library.stepwire_spent.argtypes = [c_void_p, POINTER(c_uint64)]
+        kind = library.stepwire_ready()
+        if not kind:
+            raise NoKernels("the system does not give the processor's tile registers")
+        self.has_tiles: bool = kind == 2
+        self._library = library
+
+    def create(self, model: CModel, threads: int) -> int:
+        handle = self._library.stepwire_create(ctypes.byref(model), threads)
+        if not handle:
+            raise MemoryError("the CPU kernels could not allocate their buffers")
+        return int(handle)
+
+    def destroy(self, handle: int) -> None:
+        self._library.stepwire_destroy(handle)
+
+    def forward(self, handle: int, step: CStep) -> None:
+        if self._library.stepwire_forward(handle, ctypes.byref(step)):
+            raise MemoryError("the CPU kernels could not allocate their buffers")
+
+    def logits(self, handle: int, hidden: int, rows: int, out: int) -> None:
+        if self._library.stepwire_logits(handle, hidden, rows, out):
+            raise MemoryError("the CPU kernels could not allocate their buffers")
+
+    def spent(self, handle: int) -> dict[str, int]:
+        """Ticks of the time stamp counter by part since the last call, of the calling thread's share."""
+        values = (c_uint64 * len(PARTS))()
+        self._library.stepwire_spent(handle, values)
+        return dict(zip(PARTS, values, strict=True))
+
+
+@cache
+def load_library() -> Library:
+    """The kernels of this machine, built at first use. Raises NoKernels."""
+    return Library(kernel_library())

@@ -1,0 +1,165 @@
+"""Weights in the order weights.h reads them. The formats, and what a piece and a panel are, are told there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+GROUP: Final = 32  # weights of one row with one scale
+PANEL: Final = 32
+_TILE: Final = 16
+_ALIGNMENT: Final = 64
+
+
+class Format(IntEnum):
+    DENSE = 0
+    INT8 = 1
+    INT4 = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """A quantised matrix [rows, depth], groups of 32 along the depth, as GGUF's Q8_0, Q4_0 and Q4_1 have them.
+
+    numbers: int8 [rows, depth], or uint8 of 0 to 15 where there are minima; scales, minima: float16 [rows, depth / 32].
+    A weight is scale * number (+ minimum).
+    """
+
+    numbers: NDArray[Any]
+    scales: NDArray[np.float16]
+    minima: NDArray[np.float16] | None
+
+    @property
+    def format(self) -> Format:
+        return Format.INT8 if self.minima is None else Format.INT4
+
+    def values(self) -> NDArray[np.float32]:
+        wide = self.numbers.astype(np.float32) * np.repeat(self.scales.astype(np.float32), GROUP, axis=1)
+        return wide if self.minima is None else wide + np.repeat(self.minima.astype(np.float32), GROUP, axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """data: uint8, aligned; columns and depth as the matrix had them (out, in); bias: float32, in the panels' order."""
+
+    format: Format
+    columns: int
+    depth: int
+    data: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel()
+
+
+def quantise(values: NDArray[np.float32], wanted: Format) -> Blocks:
+    """Nearest numbers; INT8 symmetric, INT4 between least and greatest of each group."""
+    rows, depth = values.shape
+    groups = values.reshape(rows, depth // GROUP, GROUP)
+    if wanted is Format.INT8:
+        scales = (np.abs(groups).max(axis=2) / 127).astype(np.float16)
+        numbers = np.rint(groups / _nonzero(scales)[:, :, None]).clip(-127, 127).astype(np.int8)
+        return Blocks(numbers.reshape(rows, depth), scales, None)
+    least = groups.min(axis=2).astype(np.float16)
+    scales = ((groups.max(axis=2) - least.astype(np.float32)) / 15).astype(np.float16)
+    numbers = np.rint((groups - least.astype(np.float32)[:, :, None]) / _nonzero(scales)[:, :, None])
+    return Blocks(numbers.clip(0, 15).astype(np.uint8).reshape(rows, depth), scales, least)
+
+
+def _nonzero(scales: NDArray[np.float16]) -> NDArray[np.float32]:
+    wide = scales.astype(np.float32)
+    return np.where(wide == 0, np.float32(1), wide)
+
+
+def pack(
+    pieces: Sequence[torch.Tensor | Blocks], wanted: Format | None, *, bias: torch.Tensor | None = None,
+    gated: bool = False
+) -> Packed:  # fmt: skip
+    """One matrix, its rows the pieces' one after the other. `wanted`: None keeps blocks as they are (bfloat16 for the
+    rest). `gated`: the rows are gate's, then up's; each panel gets 16 of both."""
+    kinds = {piece.format if isinstance(piece, Blocks) else Format.DENSE for piece in pieces}
+    target = wanted if wanted is not None else kinds.pop() if len(kinds) == 1 else Format.DENSE
+    if target is Format.DENSE:
+        dense = torch.cat([_dense(piece) for piece in pieces])
+        order = _order(dense.shape[0], gated)
+        columns, depth = dense.shape
+        data = _pack_dense(_padded(dense[order] if gated else dense))
+    else:
+        blocks = [
+            piece if isinstance(piece, Blocks) and piece.format is target else quantise(_float32(piece), target)
+            for piece in pieces
+        ]
+        columns, depth = sum(len(b.numbers) for b in blocks), blocks[0].numbers.shape[1]
+        order = _order(columns, gated)
+        data = _pack_blocks(blocks, order.numpy(), target)
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias.float()[order], (0, -columns % PANEL))
+    return Packed(target, columns, depth, data, bias)
+
+
+def _float32(piece: torch.Tensor | Blocks) -> NDArray[np.float32]:
+    return piece.values() if isinstance(piece, Blocks) else piece.float().numpy()
+
+
+def _dense(piece: torch.Tensor | Blocks) -> torch.Tensor:
+    values = torch.from_numpy(piece.values()) if isinstance(piece, Blocks) else piece
+    return values.to(torch.bfloat16)
+
+
+def _order(rows: int, gated: bool) -> torch.Tensor:
+    """Where each column of the panels comes from."""
+    order = torch.arange(rows)
+    return order.view(2, -1, _TILE).transpose(0, 1).reshape(-1) if gated else order
+
+
+def _padded(dense: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(dense, (0, 0, 0, -dense.shape[0] % PANEL))
+
+
+def _pack_dense(dense: torch.Tensor) -> torch.Tensor:
+    rows, depth = dense.shape
+    tiles = dense.view(rows // PANEL, 2, _TILE, depth // GROUP, _TILE, 2).permute(0, 3, 1, 4, 2, 5)
+    out = _aligned(rows * depth * 2)
+    out.view(torch.bfloat16).view(tiles.shape).copy_(tiles)
+    return out
+
+
+def _pack_blocks(blocks: Sequence[Blocks], order: NDArray[np.int64], target: Format) -> torch.Tensor:
+    numbers = _rows([b.numbers for b in blocks], order)
+    scales = _per_column(_rows([b.scales for b in blocks], order))
+    rows, depth = numbers.shape
+    tiles = numbers.reshape(rows // PANEL, 2, _TILE, depth // GROUP, _TILE, 2).transpose(0, 3, 1, 4, 2, 5)
+    panels, pieces = tiles.shape[:2]
+    if target is Format.INT8:
+        parts = [tiles.reshape(panels, pieces, -1).view(np.uint8), scales]
+    else:
+        halves = tiles.reshape(panels, pieces, 2, _TILE, 2, _TILE)
+        nibbles = halves[..., 0, :] | halves[..., 1, :] << 4
+        minima = _per_column(_rows([b.minima for b in blocks if b.minima is not None], order))
+        parts = [nibbles.reshape(panels, pieces, -1), scales, minima]
+    out = _aligned(sum(part.size for part in parts))
+    np.concatenate(parts, axis=2, out=out.numpy().reshape(panels, pieces, -1))
+    return out
+
+
+def _rows(arrays: Sequence[NDArray[Any]], order: NDArray[np.int64]) -> NDArray[Any]:
+    together = np.concatenate(arrays)[order]
+    return np.pad(together, ((0, -len(together) % PANEL), (0, 0)))
+
+
+def _per_column(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """[rows, groups] of float16 → [panels, groups, 64 bytes]."""
+    rows, groups = values.shape
+    own = np.ascontiguousarray(values.reshape(rows // PANEL, PANEL, groups).transpose(0, 2, 1))
+    return own.view(np.uint8)
+
+
+def _aligned(num_bytes: int) -> torch.Tensor:
+    raw = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    start = -raw.data_ptr() % _ALIGNMENT
+    return raw[start : start + num_bytes]

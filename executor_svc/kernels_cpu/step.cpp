@@ -1,0 +1,389 @@
+// One step of a decoder of Llama's family on the CPU: embedding, all layers, final norm; and the product with the head.
+//
+// Residuals, norms, rotary and softmax are float32; the inputs of products, keys and values are bfloat16. Weights are
+// as weights.h says. One call is one run of a team of threads (threads.h); between phases the members meet at a barrier.
+// Called from one thread at a time. No exceptions leave: a call answers 0, or 1 when memory was lacking.
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "threads.h"
+#include "weights.h"
+
+namespace stepwire {
+
+// Up to this many rows each member computes the norms of all rows for itself, which is quicker than meeting.
+constexpr int kOwnRows = 16;
+
+enum Part { kProducts, kAttention, kNorms, kRotary, kHead, kParts };
+
+struct Layer {
+  Matrix qkv, output, gate_up, down;  // gate_up: panels hold 16 columns of gate, then the same 16 of up
+  const float *input_norm, *post_norm, *q_norm, *k_norm;  // the last two: null where the model has none
+  bf16 *keys, *values;                                    // [blocks, block_size, kv_heads, head_dim]
+  int32_t window, reserved;
+};
+
+struct Shape {
+  int32_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, block_size;
+  int64_t null_block;
+  float eps, scale;
+};
+
+struct Model {
+  Shape shape;
+  const Layer* layers;
+  Matrix head;
+  const float* final_norm;
+  const float* rotary;      // [positions, 2, head_dim / 2]: cosines, sines
+  const bf16* embedding;    // [vocab, hidden]
+};
+
+// Tokens [first, first + count) of the step, positions [start, start + count) of row *row.
+struct Chunk {
+  const int64_t* row;
+  int64_t first, count, start;
+};
+
+// A step's tokens, and what each attends to. block_tables: [rows, table_size], lengths: [rows], state by row. Decoding
+// rows have one token each, token decode_index[i] of the step (null: token i), and attend to all of their length.
+struct Step {
+  const int64_t *token_ids, *positions, *slots;
+  const int32_t* block_tables;
+  const int64_t *lengths, *decode_rows, *decode_index;
+  const Chunk* chunks;
+  int64_t num_tokens, num_decodes, table_size, num_chunks;
+  bf16* out;  // [num_tokens, hidden]
+};
+
+inline float sum(__m512 x) { return _mm512_reduce_add_ps(x); }
+
+inline uint64_t ticks() { return __rdtsc(); }
+
+// out = x / rms(x) * weight. size: a multiple of 16.
+inline void normalise(const float* x, const float* weight, int size, float eps, bf16* out) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int i = 0; i < size; i += 16) {
+    const __m512 v = _mm512_loadu_ps(x + i);
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum(squares) / size + eps));
+  for (int i = 0; i < size; i += 16) {
+    const __m512 v = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor), _mm512_loadu_ps(weight + i));
+    _mm256_storeu_si256((__m256i*)(out + i), narrow(v));
+  }
+}
+
+inline __m512 silu(__m512 x) {
+  const __m512 e = exp2_fast(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
+  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+}
+
+inline int rounded(int64_t rows) { return static_cast<int>((rows + 31) / 32 * 32); }
+
+struct Unit {
+  Span span;
+  int kv_head;
+  int64_t column;
+};
+
+class Decoder {
+ public:
+  Decoder(const Model& model, int threads) : model_(model), shape_(model.shape), team_(threads) {
+    const Shape& s = shape_;
+    layers_.assign(model.layers, model.layers + s.num_layers);
+    const size_t deepest = std::max({s.hidden, s.intermediate, s.heads * s.head_dim});
+    for (int i = 0; i < threads; ++i) members_.push_back(std::make_unique<Member>(s, deepest));
+    cache_ = CacheShape{s.kv_heads, s.head_dim, s.block_size, s.null_block};
+  }
+
+  void forward(const Step& step) {
+    const Shape& s = shape_;
+    const int rows = static_cast<int>(step.num_tokens), padded = rounded(rows);
+    residual_.grow(static_cast<size_t>(rows) * s.hidden);
+    normed_.grow(static_cast<size_t>(padded) * s.hidden);
+    qkv_.grow(static_cast<size_t>(rows) * qkv_width());
+    queries_.grow(static_cast<size_t>(rows) * s.heads * s.head_dim);
+    context_.grow(static_cast<size_t>(padded) * s.heads * s.head_dim);
+    gated_.grow(static_cast<size_t>(padded) * s.intermediate);
+    // The last chunk of a prompt sees most keys: what takes longest comes first.
+    units_.clear();
+    const auto table = [&](int64_t row) { return step.block_tables + row * step.table_size; };
+    for (int64_t i = step.num_chunks - 1; i >= 0; --i) {
+      const Chunk& chunk = step.chunks[i];
+      add_units({table(*chunk.row), step.table_size, chunk.first, chunk.count, chunk.start});
+    }
+    for (int64_t i = 0; i < step.num_decodes; ++i) {
+      const int64_t row = step.decode_rows[i], token = step.decode_index ? step.decode_index[i] : i;
+      add_units({table(row), step.table_size, token, 1, step.lengths[row] - 1});
+    }
+    team_.run([&](int id) { forward(step, rows, *members_[id], id == 0); });
+  }
+
+  void logits(const bf16* hidden, int rows, float* out) {
+    const Shape& s = shape_;
+    head_in_.grow(static_cast<size_t>(rounded(rows)) * s.hidden);
+    memcpy(head_in_.get(), hidden, sizeof(bf16) * rows * s.hidden);
+    const uint64_t begin = ticks();
+    team_.run([&](int id) {
+      tiles_begin();
+      multiply(model_.head, head_in_.get(), rows, *members_[id], [&](int first, int count, int column, const float* x) {
+        const int width = std::min(kPanel, s.vocab - column);
+        for (int row = 0; row < count; ++row) {
+          memcpy(out + static_cast<int64_t>(first + row) * s.vocab + column, x + row * kPanel, sizeof(float) * width);
+        }
+      });
+      tiles_end();
+    });
+    spent_[kHead] += ticks() - begin;
+  }
+
+  // Ticks of the time stamp counter by part, of member 0, since the last call.
+  void take_spent(uint64_t* out) {
+    for (int part = 0; part < kParts; ++part) {
+      out[part] = spent_[part];
+      spent_[part] = 0;
+    }
+  }
+
+ private:
+  struct Member {
+    Member(const Shape& s, size_t deepest) : panel(deepest * kPanel), normed(kOwnRows * 2 * s.hidden), space(s.head_dim) {}
+    Buffer<bf16> panel, normed;
+    AttentionSpace space;
+  };
+
+  void add_units(const Span& span) {
+    const int group = shape_.heads / shape_.kv_heads;
+    for (int64_t column = (span.count * group - 1) / kTile * kTile; column >= 0; column -= kTile) {
+      for (int head = 0; head < shape_.kv_heads; ++head) units_.push_back({span, head, column});
+    }
+  }
+
+  int qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
+
+  void forward(const Step& step, int rows, Member& me, bool first) {
+    const Shape& s = shape_;
+    uint64_t last = ticks();
+    const auto spent = [&](Part part) {
+      if (!first) return;
+      const uint64_t now = ticks();
+      spent_[part] += now - last;
+      last = now;
+    };
+    tiles_begin();
+    each(rows, [&](int row) {
+      const bf16* from = model_.embedding + step.token_ids[row] * s.hidden;
+      float* to = residual_.get() + static_cast<int64_t>(row) * s.hidden;
+      for (int i = 0; i < s.hidden; i += 16) {
+        _mm512_storeu_ps(to + i, widen(_mm256_loadu_si256((const __m256i*)(from + i))));
+      }
+    });
+    team_.barrier();
+    for (const Layer& layer : layers_) {
+      const bf16* x = norm(layer.input_norm, rows, me);
+      spent(kNorms);
+      multiply(layer.qkv, x, rows, me, [&](int at, int count, int column, const float* values) {
+        const int width = std::min(kPanel, qkv_width() - column);
+        for (int row = 0; row < count; ++row) {
+          float* to = qkv_.get() + static_cast<int64_t>(at + row) * qkv_width() + column;
+          const float* from = values + row * kPanel;
+          for (int i = 0; i < width; ++i) to[i] = from[i] + (layer.qkv.bias ? layer.qkv.bias[column + i] : 0.0f);
+        }
+      });
+      team_.barrier();
+      spent(kProducts);
+      each(rows, [&](int row) { rotate(layer, step, row); });
+      team_.barrier();
+      spent(kRotary);
+      const Attention attention(cache_, s.heads / s.kv_heads, layer.window, s.scale);
+      each(static_cast<int>(units_.size()), [&](int index) {
+        const Unit& unit = units_[index];
+        attention.run(unit.span, unit.kv_head, unit.column, layer.keys, layer.values, queries_.get(), context_.get(),
+                      me.space);
+      });
+      team_.barrier();
+      spent(kAttention);
+      multiply_into_residual(layer.output, context_.get(), rows, me);
+      team_.barrier();
+      spent(kProducts);
+      x = norm(layer.post_norm, rows, me);
+      spent(kNorms);
+      multiply(layer.gate_up, x, rows, me, [&](int at, int count, int column, const float* values) {
+        const float* bias = layer.gate_up.bias;
+        const __m512 gate_bias = bias ? _mm512_loadu_ps(bias + column) : _mm512_setzero_ps();
+        const __m512 up_bias = bias ? _mm512_loadu_ps(bias + column + kTile) : _mm512_setzero_ps();
+        for (int row = 0; row < count; ++row) {
+          const __m512 gate = _mm512_add_ps(_mm512_load_ps(values + row * kPanel), gate_bias);
+          const __m512 up = _mm512_add_ps(_mm512_load_ps(values + row * kPanel + kTile), up_bias);
+          bf16* to = gated_.get() + static_cast<int64_t>(at + row) * s.intermediate + column / 2;
+          _mm256_storeu_si256((__m256i*)to, narrow(_mm512_mul_ps(silu(gate), up)));
+        }
+      });
+      team_.barrier();
+      multiply_into_residual(layer.down, gated_.get(), rows, me);
+      team_.barrier();
+      spent(kProducts);
+    }
+    each(rows, [&](int row) {
+      const int64_t at = static_cast<int64_t>(row) * s.hidden;
+      normalise(residual_.get() + at, model_.final_norm, s.hidden, s.eps, step.out + at);
+    });
+    spent(kNorms);
+    tiles_end();
+  }
+
+  template <typename Use>
+  void each(int total, const Use& use) {
+    int begin, end;
+    while (team_.next(total, begin, end)) {
+      for (int i = begin; i < end; ++i) use(i);
+    }
+  }
+
+  // use(first row, number of rows, first column, values[rows][32]) for every part of matrix * x.
+  template <typename Use>
+  void multiply(const Matrix& matrix, const bf16* x, int rows, Member& me, const Use& use) {
+    each(matrix.num_panels(), [&](int index) {
+      multiply_panel(matrix, index, x, rows, reinterpret_cast<uint8_t*>(me.panel.get()),
+                     [&](int first, int count, const float* values) { use(first, count, index * kPanel, values); });
+    });
+  }
+
+  void multiply_into_residual(const Matrix& matrix, const bf16* x, int rows, Member& me) {
+    const int hidden = shape_.hidden;
+    multiply(matrix, x, rows, me, [&](int at, int count, int column, const float* values) {
+      const int width = std::min(kPanel, hidden - column);
+      for (int row = 0; row < count; ++row) {
+        float* to = residual_.get() + static_cast<int64_t>(at + row) * hidden + column;
+        const float* from = values + row * kPanel;
+        for (int i = 0; i < width; ++i) to[i] += from[i] + (matrix.bias ? matrix.bias[column + i] : 0.0f);
+      }
+    });
+  }
+
+  // Every member returns with all rows in place.
+  const bf16* norm(const float* weight, int rows, Member& me) {
+    const int hidden = shape_.hidden;
+    bf16* out = rows <= kOwnRows ? me.normed.get() : normed_.get();
+    const auto one = [&](int row) {
+      const int64_t at = static_cast<int64_t>(row) * hidden;
+      normalise(residual_.get() + at, weight, hidden, shape_.eps, out + at);
+    };
+    if (rows <= kOwnRows) {
+      for (int row = 0; row < rows; ++row) one(row);
+    } else {
+      each(rows, one);
+      team_.barrier();
+    }
+    return out;
+  }
+
+  // One token's queries, keys and values out of its product: norms of heads where the model has them, rotation; keys
+  // and values go to their slot of the cache.
+  void rotate(const Layer& layer, const Step& step, int row) {
+    const Shape& s = shape_;
+    const float* from = qkv_.get() + static_cast<int64_t>(row) * qkv_width();
+    const float* turn = model_.rotary + step.positions[row] * s.head_dim;
+    const int64_t slot = step.slots[row] * s.kv_heads * s.head_dim;
+    bf16* query = queries_.get() + static_cast<int64_t>(row) * s.heads * s.head_dim;
+    for (int head = 0; head < s.heads + s.kv_heads; ++head) {
+      const bool is_query = head < s.heads;
+      bf16* to = is_query ? query + head * s.head_dim : layer.keys + slot + (head - s.heads) * s.head_dim;
+      rotate_head(from + head * s.head_dim, turn, is_query ? layer.q_norm : layer.k_norm, to);
+    }
+    const float* value = from + (s.heads + s.kv_heads) * s.head_dim;
+    for (int i = 0; i < s.kv_heads * s.head_dim; i += 16) {
+      _mm256_storeu_si256((__m256i*)(layer.values + slot + i), narrow(_mm512_loadu_ps(value + i)));
+    }
+  }
+
+  void rotate_head(const float* from, const float* turn, const float* weight, bf16* to) const {
+    const int half = shape_.head_dim / 2;
+    __m512 factor = _mm512_set1_ps(1.0f);
+    if (weight != nullptr) {
+      __m512 squares = _mm512_setzero_ps();
+      for (int i = 0; i < 2 * half; i += 16) {
+        const __m512 v = _mm512_loadu_ps(from + i);
+        squares = _mm512_fmadd_ps(v, v, squares);
+      }
+      factor = _mm512_set1_ps(1.0f / std::sqrt(sum(squares) / (2 * half) + shape_.eps));
+    }
+    for (int i = 0; i < half; i += 16) {
+      __m512 a = _mm512_loadu_ps(from + i), b = _mm512_loadu_ps(from + half + i);
+      if (weight != nullptr) {
+        a = _mm512_mul_ps(_mm512_mul_ps(a, factor), _mm512_loadu_ps(weight + i));
+        b = _mm512_mul_ps(_mm512_mul_ps(b, factor), _mm512_loadu_ps(weight + half + i));
+      }
+      const __m512 cosine = _mm512_loadu_ps(turn + i), sine = _mm512_loadu_ps(turn + half + i);
+      const __m512 first = _mm512_fmsub_ps(a, cosine, _mm512_mul_ps(b, sine));
+      const __m512 second = _mm512_fmadd_ps(b, cosine, _mm512_mul_ps(a, sine));
+      _mm256_storeu_si256((__m256i*)(to + i), narrow(first));
+      _mm256_storeu_si256((__m256i*)(to + half + i), narrow(second));
+    }
+  }
+
+  const Model model_;
+  const Shape shape_;
+  std::vector<Layer> layers_;
+  CacheShape cache_;
+  Team team_;
+  std::vector<std::unique_ptr<Member>> members_;
+  std::vector<Unit> units_;
+  Buffer<float> residual_, qkv_;
+  Buffer<bf16> normed_, queries_, context_, gated_, head_in_;
+  uint64_t spent_[kParts] = {};
+};
+
+}  // namespace stepwire
+
+#if defined(__AMX_BF16__) && !defined(STEPWIRE_PORTABLE_TILES)
+// The system gives a process the tile registers when it asks (Linux, Documentation/arch/x86/xstate.rst).
+static bool ask_for_tiles() {
+  constexpr int kRequest = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+#else
+static bool ask_for_tiles() { return true; }
+#endif
+
+template <typename Work>
+static int guarded(const Work& work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+#define API __attribute__((visibility("default")))
+
+extern "C" {
+
+// 0: this processor or system does not let the code run; 1: vectors; 2: tile registers.
+API int stepwire_ready() { return !ask_for_tiles() ? 0 : stepwire::kHasTiles ? 2 : 1; }
+
+// null: memory was lacking. What `model` points to must outlive the decoder.
+API void* stepwire_create(const stepwire::Model* model, int threads) {
+  stepwire::Decoder* made = nullptr;
+  guarded([&] { made = new stepwire::Decoder(*model, threads); });
+  return made;
+}
+
+API void stepwire_destroy(void* decoder) { delete static_cast<stepwire::Decoder*>(decoder); }
+
+API int stepwire_forward(void* decoder, const stepwire::Step* step) {
+  return guarded([&] { static_cast<stepwire::Decoder*>(decoder)->forward(*step); });
+}
+
+// hidden: bfloat16 [rows, hidden]; out: float [rows, vocab].
+API int stepwire_logits(void* decoder, const uint16_t* hidden, int rows, float* out) {
+  return guarded([&] { static_cast<stepwire::Decoder*>(decoder)->logits(hidden, rows, out); });
+}
+
+// Ticks of products, attention, norms, rotary and head since the last call: uint64 [5].
+API void stepwire_spent(void* decoder, uint64_t* out) { static_cast<stepwire::Decoder*>(decoder)->take_spent(out); }
+}

@@ -1,0 +1,102 @@
+"""The CPU kernels against torch in float32, and against themselves, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from executor_svc.kernels_cpu.packing import Format
+from tests.unit.kernels_cpu.scene import Case, Scene, Side, Work, relative_error
+
+CASES = {
+    "grouped": Case(),
+    "alone": Case(heads=4, kv_heads=4, head_dim=32),
+    "biases and norms": Case(extras=True),
+    "window": Case(window=21),
+    "small blocks": Case(block_size=12, window=50),
+    "wide heads": Case(heads=20, kv_heads=1, head_dim=96, block_size=32),
+    "int8": Case(format=Format.INT8),
+    "int4": Case(format=Format.INT4, extras=True),
+}
+# bfloat16 keeps 8 bits: three layers of it stay well within this of float32.
+CLOSE = 0.02
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def history(side: Side, tables: torch.Tensor) -> list[torch.Tensor]:
+    """Chunks, a mixed step, decoding of three rows."""
+    a, b, c = ids(190, 1), ids(60, 2), ids(12, 3)
+    return [
+        side.step([Work(0, 0, a[:100])], tables),
+        side.step([Work(0, 100, a[100:170]), Work(1, 0, b[:37])], tables),
+        side.step([Work(0, 170, a[170:171], True), Work(1, 37, b[37:38], True), Work(2, 0, c[:7])], tables),
+        *(
+            side.step([Work(0, 171 + n, a[171 + n : 172 + n], True), Work(1, 38 + n, b[38 + n : 39 + n], True),
+                       Work(2, 7 + n, c[7 + n : 8 + n], True)], tables)
+            for n in range(3)
+        ),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_float32(name: str) -> None:
+    scene = Scene(CASES[name])
+    want = history(scene.torch_side, scene.tables)
+    got = history(scene.native_side, scene.tables)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.shape == theirs.shape
+        assert relative_error(mine, theirs) < CLOSE
+
+
+@pytest.mark.parametrize("format_", [Format.DENSE, Format.INT8, Format.INT4])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_in_company_of_any_number_stay_close_to_themselves_alone(format_: Format, threads: int) -> None:
+    """A row's bits depend on its own tokens where products of few and of many rows take one way: dense weights."""
+    tokens = ids(150, 7)
+    pieces = {}
+    for chunk in (1, 16, 33, 150):
+        scene = Scene(replace(CASES["grouped"], format=format_), threads=threads)
+        pieces[chunk] = torch.cat(
+            [
+                scene.native_side.step([Work(0, at, tokens[at : at + chunk])], scene.tables)
+                for at in range(0, 150, chunk)
+            ]
+        )
+    for chunk in (1, 16, 33):
+        if format_ is Format.DENSE:
+            assert torch.equal(pieces[chunk], pieces[150]), chunk
+        assert relative_error(pieces[chunk], pieces[150]) < CLOSE
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:
+    scene = Scene(Case())
+    side, tables = scene.native_side, scene.tables
+    tokens = ids(20, 9)
+    want = side.step([Work(0, 0, tokens)], tables)
+    weights = side.model.weights  # type: ignore[attr-defined]
+    weights.embedding[499] = torch.nan
+    both = side.step([Work(0, 0, tokens), Work(1, 0, [1, 499, 2])], tables)
+    assert torch.equal(both[:20], want)
+    # Its own earlier tokens may be lost with it: the row as a whole is refused.
+    assert both[21:].isnan().all()
+
+
+def test_steps_take_no_more_memory_once_the_largest_was_seen() -> None:
+    import psutil
+
+    scene = Scene(Case())
+    side, tables = scene.native_side, scene.tables
+
+    def some() -> None:
+        side.step([Work(0, 0, ids(128, 1))], tables)
+        for n in range(100):
+            side.step([Work(0, 128 + n % 8, [n + 1], True), Work(1, 0, [n + 2], True)], tables)
+
+    some()
+    before = psutil.Process().memory_info().rss
+    for _ in range(5):
+        some()
+    assert psutil.Process().memory_info().rss - before < 8 << 20
