@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from executor_svc.attention.layout import AttentionBackend, AttentionShape, DecodePart, PrefillPart, RowTables, StepLayout
+from executor_svc.attention.layout import (
+    AttentionBackend,
+    AttentionShape,
+    DecodePart,
+    PrefillPart,
+    RowTables,
+    StepLayout,
+)
 from executor_svc.attention.torch_paged import TorchPagedAttention
 from executor_svc.device_step import Model
 from executor_svc.kernels_cpu.compile import NoKernels
