@@ -10,6 +10,7 @@ from typing import Final
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from common.config import load_config
 from common.errors import ConfigError
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--network-us", type=float, default=100.0, help="one way, scheduler to executor (%(default)s)")
     add("--loop-us", type=float, default=50.0, help="the scheduler's time for a plan, and for a result (%(default)s)")
     add("--requests", type=int, default=1000, help="how many arrive (%(default)s)")
-    add("--rate", type=float, default=1.0, help="requests per second, on average (%(default)s)")
+    add("--rate", type=float, help="requests per second, on average (1, or what the file of arrivals has)")
     add("--burst", metavar="ON,OFF", help="seconds of arrivals, seconds of silence, in turn")
     add("--concurrency", type=int, default=0, help="instead of a rate: so many callers, one request after the other")
     add("--arrivals", type=Path, metavar="FILE", help="instead of drawn ones: JSON lines, see the docs")
@@ -94,8 +95,8 @@ def run(arguments: Sequence[str]) -> int:
 
     capacity = None
     if args.find_capacity:
-        capacity = _capacity(args.find_capacity, args.rate, lambda rate: simulate(rate)[1], console)
-    simulation, results = simulate(capacity.rate if capacity is not None and capacity.rate else None)
+        capacity = _capacity(args.find_capacity, args.rate or 1.0, lambda rate: simulate(rate)[1], console)
+    simulation, results = simulate(capacity.rate if capacity is not None and capacity.rate else args.rate)
     _show(console, results)
     if args.steps is not None:
         write_steps(simulation.measures.steps.rows(), args.steps)
@@ -141,7 +142,7 @@ def _workload(args: argparse.Namespace) -> Workload:
         burst = _numbers(args.burst, "burst", 2)
     return DrawnWorkload(
         requests=args.requests,
-        rate=args.rate,
+        rate=1.0 if args.rate is None else args.rate,
         prompt=parse_lengths(args.prompt_tokens, "prompt_tokens"),
         output=parse_lengths(args.output_tokens, "output_tokens"),
         burst=(burst[0], burst[1]) if burst else None,
@@ -211,7 +212,7 @@ def _show(console: Console, results: Results) -> None:
     if results.tenants:
         by_tenant = Table("tenant", *_OF_TENANTS, box=None)
         for tenant, row in results.tenants.items():
-            by_tenant.add_row(tenant, *(shown(row[name]) for name in _OF_TENANTS))
+            by_tenant.add_row(Text(tenant), *(shown(row[name]) for name in _OF_TENANTS))
         console.print(by_tenant)
 
 

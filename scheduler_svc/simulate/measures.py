@@ -127,16 +127,18 @@ class Measures:
     def on_submit(self, index: int, arrival_ns: int) -> None:
         self.arrival[index] = arrival_ns
         if self.tenants is not None:
-            self.tenants.waiting[self.trace.tenant[index]] += 1
+            self.tenants.on_submit(index)
 
     def on_end(self, index: int, why: str) -> None:
         """Refused, or ended without a finish reason."""
         self.ended_by[why] = self.ended_by.get(why, 0) + 1
-        if self.tenants is not None and self.first[index] == _NEVER:
-            self.tenants.waiting[self.trace.tenant[index]] -= 1
+        if self.tenants is not None:
+            self.tenants.on_admission(np.array([index]))
 
     def on_plan(self, record: StepRecord, step: ModelledStep, preemptions: int) -> None:
         self.steps.add(record, step, preemptions)
+        if self.tenants is not None and len(record.prefill_keys):
+            self.tenants.on_admission(record.prefill_keys.astype(np.int64))
 
     def on_result(self, batch: TokenBatch | None, record: StepRecord, now_ns: int) -> None:
         if batch is not None:
@@ -148,10 +150,7 @@ class Measures:
             last = self.last[keys]
             new = last == _NEVER
             if new.any():
-                fresh = keys[new]
-                self.first[fresh] = now_ns
-                if self.tenants is not None:
-                    self.tenants.started(fresh)
+                self.first[keys[new]] = now_ns
                 last = last[~new]
             self.gaps.add(now_ns - last)
             self.last[keys] = now_ns
@@ -163,7 +162,7 @@ class Measures:
 
 
 class TenantService:
-    """What each tenant was served, sampled over time, and who waits for a first token.
+    """What each tenant was served, sampled over time, and how many of its requests wait for their first admission.
 
     served: prompt tokens computed times input_token_weight and generated tokens times output_token_weight, as the
     policy `fair` weighs them; not divided by the tenants' own weights, which are `weights`.
@@ -175,12 +174,21 @@ class TenantService:
         self.weights = np.array([config.tenant_weights.get(name, 1.0) for name in trace.tenants])
         self._count = len(trace.tenants)
         self.waiting: I64 = np.zeros(self._count, dtype=np.int64)
+        self._waits: NDArray[np.bool_] = np.zeros(len(trace), dtype=np.bool_)
         self._served: NDArray[np.float64] = np.zeros(self._count)
         self._interval_ns = _FIRST_SAMPLE_NS
         self._samples: list[tuple[int, NDArray[np.float64], I64]] = [(0, self._served.copy(), self.waiting.copy())]
 
-    def started(self, indices: I64) -> None:
-        self.waiting -= np.bincount(self._tenant[indices], minlength=self._count)
+    def on_submit(self, index: int) -> None:
+        self._waits[index] = True
+        self.waiting[self._tenant[index]] += 1
+
+    def on_admission(self, indices: I64) -> None:
+        """Or the end of a request. Who waits no longer is passed over."""
+        new = indices[self._waits[indices]]
+        if len(new):
+            self._waits[new] = False
+            self.waiting -= np.bincount(self._tenant[new], minlength=self._count)
 
     def on_tokens(self, indices: I64) -> None:
         self._served += self._output_weight * np.bincount(self._tenant[indices], minlength=self._count)

@@ -38,7 +38,7 @@ MEANINGS: Final[dict[str, str]] = {
     "most_waiting": "waiting requests, most",
     "least_free_blocks": "free KV blocks of an executor, fewest",
     "device_busy_share": "share of the time an executor computes, mean",
-    "contended_s": "time in which requests of every tenant waited, s",
+    "contended_s": "time in which requests of every tenant waited for admission, s",
     "fairness": "Jain's index of what tenants were served in that time, by their weights (1: equal)",
     "contended_share": "share of what was served in that time",
 }

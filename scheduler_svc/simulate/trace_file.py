@@ -1,6 +1,5 @@
 """Arrivals from a file: one JSON object per line, strict. docs/simulation/README.md describes the fields."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,21 +26,23 @@ class Arrival(BaseModel):
     deadline_s: float = Field(default=0.0, ge=0, le=1e6)
 
 
-@dataclass(frozen=True)
 class FileWorkload:
-    path: Path
+    """A Workload."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError naming file, line and field; OSError."""
+        self.path = path
+        self._lines = read_arrivals(path)
 
     def trace(self, rate: float | None = None) -> Trace:
-        """A `rate` other than the file's own squeezes or stretches the times between arrivals.
-
-        Raises ConfigError naming file, line and field.
-        """
-        lines = read_arrivals(self.path)
+        """A `rate` other than the file's own squeezes or stretches the times between arrivals."""
+        lines = self._lines
         arrival = np.array([line.arrival_s for line in lines])
         span = float(arrival[-1] - arrival[0])
         if rate is not None:
-            if not span:
-                raise ConfigError(f"{self.path}: all arrive at once: no rate to look for", field="find_capacity")
+            if rate <= 0 or not span:
+                why = "all arrive at once" if rate > 0 else f"{rate} is not above 0"
+                raise ConfigError(f"{self.path}: rate: {why}", field="rate")
             arrival = (arrival - arrival[0]) * ((len(lines) - 1) / span / rate)
         prefixes = {name: i for i, name in enumerate(dict.fromkeys(x.prefix_id for x in lines if x.prefix_tokens))}
         tenants = {name: i for i, name in enumerate(dict.fromkeys(line.tenant for line in lines))}

@@ -60,7 +60,9 @@ class DrawnWorkload:
 
     def trace(self, rate: float | None = None) -> Trace:
         if rate is not None and self.concurrency:
-            raise ConfigError("a closed loop has no rate to look for", field="find_capacity")
+            raise ConfigError("rate: a closed loop has none", field="rate")
+        if rate is not None and rate <= 0:
+            raise ConfigError(f"rate: {rate} is not above 0", field="rate")
         # One generator for each column: no setting changes what another draws.
         times, prompts, outputs, prefixes, tenants, priorities = (
             np.random.default_rng((self.seed, 0, column)) for column in range(6)

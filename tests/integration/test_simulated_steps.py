@@ -39,9 +39,10 @@ def waves(sizes: tuple[int, ...], *, longest: int, shared: int, seed: int) -> Tr
         output_tokens=np.minimum(rng.integers(1, longest, size=n), longest - prompt),
         prefix=prefix,
         prefix_tokens=np.where(prefix == 0, shared, 0),
-        tenant=np.zeros(n, dtype=np.int64),
+        tenant=np.arange(n) % 3,
         priority=rng.integers(0, 3, size=n),
         deadline_ns=np.zeros(n, dtype=np.int64),
+        tenants=("a", "b", "c"),
     )
 
 
@@ -107,8 +108,9 @@ def served(trace: Trace, config: CoreConfig, num_blocks: int) -> tuple[Steps, in
         (CoreConfig(pipeline_depth=2, enable_prefix_cache=False), 24, True),
         (CoreConfig(pipeline_depth=3, policy="priority", max_num_batched_tokens=17), 24, True),
         (CoreConfig(pipeline_depth=4, max_num_seqs=5), 20, True),
+        (CoreConfig(policy="fair", tenant_weights={"b": 3.0}, max_partial_prefills=2), 200, False),
     ],
-    ids=["depth 1", "chunks", "no cache", "priority", "few blocks"],
+    ids=["depth 1", "chunks", "no cache", "priority", "few blocks", "fair"],
 )
 def test_the_same_arrivals_make_the_same_steps(config: CoreConfig, num_blocks: int, preempts: bool) -> None:
     trace = waves((20, 1, 12), longest=60, shared=8, seed=11)

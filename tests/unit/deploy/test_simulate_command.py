@@ -63,8 +63,10 @@ def test_capacity_prints_each_probe(capsys: Capture) -> None:
 
 def test_arrivals_from_a_file(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"arrival_s": 0, "prompt_tokens": 9, "output_tokens": 3}\n' * 4)
-    assert result(capsys, "--arrivals", str(path))["results"]["output_tokens"] == 12
+    path.write_text("".join(f'{{"arrival_s": {i}, "prompt_tokens": 9, "output_tokens": 3}}\n' for i in range(4)))
+    numbers = result(capsys, "--arrivals", str(path))["results"]
+    assert numbers["output_tokens"] == 12
+    assert numbers["duration_s"] == pytest.approx(0.03, rel=0.2)  # squeezed to --rate 100
 
 
 def test_fit_prints_and_saves_a_model(capsys: Capture, tmp_path: Path) -> None:
@@ -90,6 +92,8 @@ def test_fit_prints_and_saves_a_model(capsys: Capture, tmp_path: Path) -> None:
         (["--step-model", "nope"], "h200-l1b"),
         (["--prompt-tokens", "many"], "prompt_tokens"),
         (["--burst", "3"], "burst"),
+        (["--rate", "0"], "rate"),
+        (["--concurrency", "3"], "rate"),
         (["--tenants", "a=x"], "tenants"),
         (["--tenants", "a=0"], "tenants"),
         (["--priorities", "high=1"], "priorities"),

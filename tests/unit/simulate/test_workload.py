@@ -86,7 +86,7 @@ def test_wrong_workloads_name_the_field(field: str, changes: dict[str, object]) 
 
 
 def test_a_closed_loop_has_no_rate() -> None:
-    with pytest.raises(ConfigError, match="closed loop"):
+    with pytest.raises(ConfigError, match="a closed loop has none"):
         DrawnWorkload(concurrency=4).trace(3.0)
 
 
