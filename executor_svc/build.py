@@ -148,6 +148,8 @@ def build_runner(
     state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
     # What was filled above ran on the default stream, which the others do not wait for.
     device.synchronize()
+    if ops.has_kernels and not on_cpu:
+        _settle_products(device, ops, model, say)
     step = DeviceStep(model, backend, cache, state, graphs, sample_step=_sample_step(ops))
     _warm_up(device, step, graphs, max_num_seqs, say)
     info = ExecutorInfo(
@@ -188,6 +190,19 @@ def _graph_contexts(backend: AttentionBackend, context: int, on_cpu: bool) -> tu
     if not backend.gathers:
         return (context,)
     return context_buckets(context if on_cpu else min(context, GRAPH_CONTEXT))
+
+
+def _settle_products(device: Device, ops: FastOps | ExactOps, model: Model, say: Progress) -> None:
+    """Measures where a kernel of ours multiplies quicker than the library, with the model's own weights."""
+    from executor_svc.triton_ops import TritonOps  # only now: a CPU's installation has no triton
+
+    assert isinstance(ops, TritonOps)
+    say("measuring products", 0, 1)
+    device.enqueue(Stream.COMPUTE, lambda: ops.settle(_weights(model)))
+    device.synchronize()
+    if device.failure is not None:
+        raise ConfigError(f"measuring products failed: {device.failure}", field="device") from device.failure
+    say("measuring products", 1, 1)
 
 
 def _sample_step(ops: FastOps | ExactOps) -> SampleStep | None:

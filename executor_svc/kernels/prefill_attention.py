@@ -154,5 +154,5 @@ def prefill_attention(
         q.stride(0), block_tables.stride(0), num_chunks, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=block_size, WINDOW=window, SPLIT_TOKENS=split_tokens,
         Q=per_tile, G=max(padded_group, 16 // per_tile), D=padded_dim(dim), TILE=tile_keys(dim, q.dtype), STAGES=5,
-        num_warps=8 if matrix_rows == 128 else 4,
+        num_warps=8 if matrix_rows == 128 or (q.dtype is torch.float32 and not split_tokens) else 4,
     )  # fmt: skip

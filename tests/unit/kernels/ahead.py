@@ -35,6 +35,7 @@ from executor_svc.kernels.norm import add_rms_norm, rms_norm
 from executor_svc.kernels.prefill_attention import prefill_attention
 from executor_svc.kernels.rotary import rotate_and_write
 from executor_svc.kernels.sampling import sample_step
+from executor_svc.kernels.skinny import CANDIDATES, SkinnyConfig, skinny_linear
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -147,6 +148,12 @@ def sampling(batch: int, *, is_random: bool, has_penalties: bool) -> None:
     sample_step(logits, rows, rows, state, is_random=is_random, has_penalties=has_penalties)
 
 
+def skinny(num_out: int, inner: int, config: SkinnyConfig) -> None:
+    skinny_linear(
+        torch.empty(1, inner, dtype=torch.bfloat16), torch.empty(num_out, inner, dtype=torch.bfloat16), config
+    )
+
+
 CASES: dict[str, Callable[[], None]] = {
     "decode, l1b": lambda: decode(64, even_split(1, 8, 4096)),
     "decode, l8b": lambda: decode(128, even_split(1, 8, 4096)),
@@ -162,6 +169,7 @@ CASES: dict[str, Callable[[], None]] = {
     "between products, l8b": lambda: between_products(128, 4096, has_norms=True),
     "sampling, greedy": lambda: sampling(1, is_random=False, has_penalties=False),
     "sampling, full": lambda: sampling(64, is_random=True, has_penalties=True),
+    **{f"skinny, {config}": lambda config=config: skinny(2048, 8192, config) for config in CANDIDATES},  # type: ignore[misc]
 }
 
 
