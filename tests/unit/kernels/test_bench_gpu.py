@@ -1,0 +1,44 @@
+"""The script for the device runs: without one it says so; its kernels' part in the interpreter, without a clock."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+import bench.gpu
+import bench.gpu_attention
+import bench.gpu_kernels
+from bench.gpu_report import Shape, Sizes
+from bench.gpu_timing import Bounds
+from tests.interpreter import DEVICE
+
+TINY = Sizes(
+    shapes=(Shape("tiny", 4, 2, 16, 64, 96, 128),),
+    decode=((2, 40),),
+    prefill=((2, 8, 16),),
+    tokens=(2,),
+    rows=(2,),
+    spread_bytes=1,
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.gpu.main(["--part", "kernels"]) == 0
+    assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_each_kernel_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_once(calls: Sequence[Callable[[], object]], *, least_calls: int = 0) -> float:
+        calls[0]()
+        return 1.0
+
+    for module in (bench.gpu_kernels, bench.gpu_attention):
+        monkeypatch.setattr(module, "time_us", run_once)
+    monkeypatch.setattr(bench.gpu_kernels, "measure_bounds", lambda device: Bounds(1e12, 1e15))
+    rows = bench.gpu_kernels.run(DEVICE, TINY)
+    assert {row["kernel"] for row in rows} == {
+        "bounds", "decode attention", "prefill attention", "norm and residual", "gate", "rotation and write",
+        "sampling", "skinny product",
+    }  # fmt: skip
+    assert [row for row in rows if row.get("right") is False] == []
