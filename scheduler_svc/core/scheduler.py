@@ -391,7 +391,7 @@ class Scheduler:
     def _measure(self, executor: ExecutorState, collected: Collected, now_ns: int) -> None:
         """What the step says about its tenants and about the executor's speed."""
         if len(collected.tokens):
-            self._tenants.generated(executor.rows.tenant[collected.sampled.index])
+            self._tenants.generated(executor.rows.tenant, collected.sampled.index)
         record = collected.flight.record
         duration_ns = now_ns - max(executor.last_result_ns, record.planned_ns)
         executor.last_result_ns = now_ns

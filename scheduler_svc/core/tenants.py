@@ -71,14 +71,14 @@ class Tenants:
         self.prompt_tokens[slot] += num_tokens
         self.served[slot] += self._input_weight * num_tokens / self.weight[slot]
 
-    def generated(self, slots: I64) -> None:
-        """One token for each entry of `slots`."""
+    def generated(self, slot_of_row: I64, rows: I64) -> None:
+        """One token for each of `rows`."""
         if len(self._slots) == 1:
             slot = next(iter(self._slots.values()))
-            self.generated_tokens[slot] += len(slots)
-            self.served[slot] += self._output_weight * len(slots) / self.weight[slot]
+            self.generated_tokens[slot] += len(rows)
+            self.served[slot] += self._output_weight * len(rows) / self.weight[slot]
             return
-        counts = np.bincount(slots, minlength=len(self.live))
+        counts = np.bincount(slot_of_row[rows], minlength=len(self.live))
         self.generated_tokens += counts
         self.served += self._output_weight * counts / self.weight
 

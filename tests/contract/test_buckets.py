@@ -1,4 +1,4 @@
-"""Batch sizes around the edges of buckets: the bucket that runs, and that its padding touches nothing."""
+"""Batch sizes around the edges of buckets: the bucket that runs, and that its padding touches nothing (vllm#43810)."""
 
 from collections.abc import Iterator
 

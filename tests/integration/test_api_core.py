@@ -258,6 +258,8 @@ def test_a_live_id_is_refused_by_the_core() -> None:
 
 
 def test_a_stalled_reader_gives_its_row_back_and_others_go_on() -> None:
+    """triton#5833: a client that stops reading keeps the inference running."""
+
     async def test() -> None:
         options = ApiOptions(listen=ANYWHERE, max_buffered_bytes=40_000)
         small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]

@@ -61,6 +61,10 @@ PLACES = [
 @pytest.mark.parametrize("how", ["cancel", "finish"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_leaving_from_anywhere_frees_everything(place, how: str, depth: int) -> None:  # type: ignore[no-untyped-def]
+    """sglang#24070: an abort in the queue leaks, and the id stays taken. sglang-jax#984, mini-sglang#111: one in the
+    middle of a chunk, or with steps in flight, leaks or frees twice. smg#2426: a late or second one disturbs.
+    vllm#31503: none is counted.
+    """
     sim = Sim(CoreConfig(pipeline_depth=depth, max_prefill_chunk=8), toy_info(max_num_seqs=1))
     key = place(sim)
     sim.check()
@@ -79,6 +83,7 @@ def test_leaving_from_anywhere_frees_everything(place, how: str, depth: int) -> 
 
 
 def test_unknown_keys_and_ids_are_no_error() -> None:
+    """smg#2426. sglang matches ids by their beginning."""
     sim = Sim()
     sim.submit([5, 6], 3, request_id="abc")
     assert sim.scheduler.cancel(999, 0) is False

@@ -22,6 +22,7 @@ from tests.sim.harness import Sim
 
 
 def test_a_prompt_larger_than_the_kv_cache_is_refused_and_others_run() -> None:
+    """vllm#39734, vllm#1534: it blocks the queue for everyone behind it."""
     sim = Sim(info=toy_info(num_blocks=8))  # 32 slots
     with pytest.raises(TooLarge) as refused:
         sim.submit(range(3, 35), 1)
@@ -44,6 +45,7 @@ def test_context_limit_takes_the_kv_cache_into_account() -> None:
 
 @pytest.mark.parametrize("num_blocks", [2, 3, 4])
 def test_very_few_blocks_still_serve_everyone(num_blocks: int) -> None:
+    """vllm#35541: one request is retried for ever."""
     sim = Sim(info=toy_info(num_blocks=num_blocks))
     for i in range(12):
         sim.submit(range(3 + i, 3 + i + 1 + i % (num_blocks * 4 - 1)), 20)
@@ -75,6 +77,7 @@ def _submit(**fields: object) -> Submit:
     ],
 )
 def test_what_can_never_run_is_refused_at_once(request_: Submit, error: type[StepwireError], field: str) -> None:
+    """mini-sglang: what is too long is dropped with no answer."""
     sim = Sim(info=toy_info(max_output_bytes=3000))
     with pytest.raises(error) as refused:
         sim.scheduler.submit(request_, 0)
@@ -91,6 +94,7 @@ def test_features_the_executor_lacks_are_refused() -> None:
 
 
 def test_a_duplicate_id_is_refused_and_the_first_is_unharmed() -> None:
+    """vllm#15041, vllm#10583: the engine crashes."""
     sim = Sim()
     key = sim.submit([5, 6, 7], 10, request_id="same")
     sim.fill()
@@ -166,6 +170,7 @@ def test_a_lost_executor_does_not_close_admission() -> None:
 
 
 def test_room_is_evaluated_again_at_each_step() -> None:
+    """Found in several engines: admission latches "full" though there is room again."""
     sim = Sim(info=toy_info(num_blocks=8, max_num_seqs=2))
     first = sim.submit(range(3, 27), 4)  # six of eight blocks
     second = sim.submit(range(30, 50), 4)

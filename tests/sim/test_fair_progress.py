@@ -6,6 +6,7 @@ from tests.sim.harness import Sim
 
 
 def test_decodes_never_miss_a_step_under_a_stream_of_prefills() -> None:
+    """sglang#32549: decodes starve."""
     sim = Sim(CoreConfig(pipeline_depth=2, max_num_batched_tokens=16), toy_info(num_blocks=1000))
     decoding = [sim.submit([5 + i, 6, 7], 60) for i in range(4)]
     for i in range(30):
@@ -48,6 +49,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_preemption_storm_is_bounded_and_the_oldest_always_moves() -> None:
+    """vllm#18115: throughput collapses when the cache is full."""
     config = CoreConfig(pipeline_depth=2, max_preemptions=2)
     sim = Sim(config, toy_info(num_blocks=24, max_num_seqs=8, num_rows=72))
     keys = [sim.submit(range(3 + i, 9 + i), 60) for i in range(16)]
@@ -73,6 +75,7 @@ def test_preemption_storm_is_bounded_and_the_oldest_always_moves() -> None:
 
 
 def test_a_preempted_sequence_comes_back_before_any_that_never_ran() -> None:
+    """vllm#41951: it loses its place for ever."""
     sim = Sim(CoreConfig(pipeline_depth=2), toy_info(num_blocks=20, max_num_seqs=3, num_rows=67))
     keys = [sim.submit(range(3 + i, 23 + i), 30) for i in range(8)]
     admitted: list[int] = []

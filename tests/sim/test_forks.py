@@ -151,6 +151,7 @@ PLACES = [_nowhere, _in_the_prompt, _right_behind_it, _with_forks_in_flight, _wh
 def test_choices_leave_without_disturbing_the_others(
     place: Callable[[Sim], None], gone: set[int], cache: bool, depth: int
 ) -> None:
+    """vllm#14326: an abort leaves the other choices running."""
     config = CoreConfig(pipeline_depth=depth, max_prefill_chunk=8, enable_prefix_cache=cache)
     sim = Sim(config, toy_info(num_blocks=40))
     key = sim.submit(PROMPT, 20, n=4)

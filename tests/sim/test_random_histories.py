@@ -1,4 +1,7 @@
-"""Any history of requests, results, crashes and faults: the invariants hold and no token changes."""
+"""Any history of requests, results, crashes and faults: the invariants hold and no token changes.
+
+vllm#57562: chunked prefill kills an asynchronous engine through a negative counter. Counters are among the invariants.
+"""
 
 import random
 from dataclasses import replace

@@ -35,6 +35,7 @@ def test_depth_chunk_block_size_and_cache(depth: int, cache: bool, chunk: int, b
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_preemption_by_a_tiny_cache(depth: int) -> None:
+    """vllm#16832: output is incomplete after recompute."""
     sim = Sim(CoreConfig(pipeline_depth=depth), toy_info(num_blocks=26, num_rows=70, max_num_seqs=6), eos_chance=0.02)
     for i in range(12):
         sim.submit(range(3 + i, 8 + i), 60)
@@ -148,6 +149,7 @@ def test_readers_of_a_cached_block_keep_it() -> None:
 @pytest.mark.parametrize("crash", [False, True])
 @pytest.mark.parametrize("output", [100, 10_000])
 def test_prompt_logprobs_are_recomputed_on_a_cache_hit(crash: bool, output: int) -> None:
+    """vllm#42019: they are stale."""
     sim = Sim(CoreConfig(max_prefill_chunk=9), toy_info(max_output_bytes=output))
     prompt = list(range(10, 50))
     sim.submit(prompt, 2)

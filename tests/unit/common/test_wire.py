@@ -58,6 +58,7 @@ def test_outputs_are_cut_into_chunks_and_every_chunk_says_where_it_belongs(size:
 
 
 def test_columns_are_read_only_on_both_sides() -> None:
+    """vllm#53217: a buffer is changed after it was handed over."""
     plan = m.StepPlan(1, 1, 0, 1, decode_rows=m.u32([3]), release=m.u32([1, 2]))
     for one in (plan, wire_plan.decode_plan(wire.encode_to_executor(plan).plan)):
         for name in ("decode_rows", "release", "grant_rows"):
