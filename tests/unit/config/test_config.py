@@ -12,6 +12,7 @@ from common.config import ServiceConfig, load_config, masked, parse_size
 from common.config_sources import EXECUTOR_NAMES, SCHEDULER_NAMES, from_flags
 from common.errors import ConfigError
 from executor_svc.config import ExecutorConfig
+from scheduler_svc.app import core_config
 from scheduler_svc.config import SchedulerConfig
 
 
@@ -117,6 +118,12 @@ def test_an_empty_variable_is_no_value() -> None:
         ([], {"STEPWIRE_DRAIN_S": "nan"}, "", ["drain_s", "environment STEPWIRE_DRAIN_S"]),
         ([], {}, "pipeline_depth: true", ["pipeline_depth 'true'", "c.yaml: pipeline_depth"]),
         (["--policy", "lifo"], {}, "", ["policy 'lifo'", "fcfs"]),
+        (["--tenant-weights", "a"], {}, "", ["'a': write tenant=weight"]),
+        (["--tenant-weights", "a=0"], {}, "", ["'a=0'", "above 0"]),
+        (["--tenant-weights", "a=nan"], {}, "", ["'a=nan'"]),
+        ([], {"STEPWIRE_TENANT_WEIGHTS": "a=1,a=2"}, "", ["'a' is named twice"]),
+        (["--max-long-partial-prefills", "1"], {}, "", ["needs long_prefill_token_threshold"]),
+        (["--priority-aging-ms", "9000000"], {}, "", ["priority_aging_ms", "4194304"]),
         (["--listen", "nowhere"], {}, "", ["listen 'nowhere'", "host:port"]),
         (["--listen", "127.0.0.1:70000"], {}, "", ["listen"]),
         (["--listen", "unix:"], {}, "", ["needs a path"]),
@@ -232,3 +239,17 @@ def test_configuration_loads_no_engine(module: str) -> None:
     code = f"import {module}, sys; sys.exit(str({{'torch', 'grpc', {other!r}}} & set(sys.modules) or '') or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "yaml"),
+    [
+        (["--tenant-weights", "a=2,b c=0.5,d=e=3"], ""),
+        ([], "tenant_weights: {a: 2, b c: 0.5, d=e: 3}"),
+        ([], "scheduler:\n  tenant_weights: [a=2, b c=0.5, d=e=3]"),
+    ],
+)
+def test_weights_of_tenants(tmp_path: Path, flags: list[str], yaml: str) -> None:
+    environ = {"STEPWIRE_CONFIG": write(tmp_path / "c.yaml", yaml)} if yaml else {}
+    config = load_config(SchedulerConfig, flags, environ).config
+    assert core_config(config).tenant_weights == {"a": 2.0, "b c": 0.5, "d=e": 3.0}
