@@ -79,6 +79,7 @@ class RowChanges:
     prompt_places: torch.Tensor | None = None
     output_places: torch.Tensor | None = None
     clean_blocks: torch.Tensor | None = None
+    clean_slots: torch.Tensor | None = None
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
 
@@ -193,6 +194,8 @@ class DeviceStep:
             self._cache.data.index_fill_(2, changes.clean_blocks, 0.0)
         for sources, targets in changes.copies:
             self._cache.copy_blocks(sources, targets)
+        if changes.clean_slots is not None:
+            self._cache.clean_slots(changes.clean_slots)
 
     def _apply_penalties(self, changes: RowChanges) -> None:
         if changes.penalty_rows is None and changes.prompt_places is None and changes.output_places is None:

@@ -58,6 +58,10 @@ class KvCache:
         """All sources are read before any target is written. int64 [n], targets distinct."""
         self.data.index_copy_(2, targets, self.data.index_select(2, sources))
 
+    def clean_slots(self, slots: torch.Tensor) -> None:
+        """Zeros in every layer. slots: int64 [n], block * block_size + offset."""
+        self.data.flatten(2, 3).index_fill_(2, slots, 0.0)
+
 
 def cgroup_available(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes this process's control group may still take; None: no limit, or no control groups."""

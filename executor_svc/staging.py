@@ -173,6 +173,17 @@ class Stager:
         once = len(np.unique(targets)) == len(targets) and not np.isin(sources, targets).any()
         groups = [slice(None)] if once else [slice(i, i + 1) for i in range(len(sources))]
         changes.copies = tuple((slot.put(sources[g]), slot.put(targets[g])) for g in groups)
+        copied, size = set(targets.tolist()), self._book.block_size
+        # A fork's block is copied whole, but behind computed_len lies what the source's row has written since, perhaps
+        # numbers that are not finite, which the fork's masked attention would still multiply with 0.
+        tails = [
+            np.arange(block * size + first, (block + 1) * size)
+            for admit in plan.admit
+            if (first := admit.computed_len % size)
+            and (block := int(admit.blocks[admit.computed_len // size])) in copied
+        ]
+        if tails:
+            changes.clean_slots = slot.put(np.concatenate(tails))
 
     # ------------------------------------------------------------------------------------------------------ batch
 

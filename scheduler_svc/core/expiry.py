@@ -88,4 +88,7 @@ class Expiry:
 
 
 def _never_ran(sequence: Sequence) -> bool:
+    """A further choice waits as long as it must: its request runs, or ends, with the leader."""
+    if sequence.leader is not None:
+        return False
     return not sequence.was_admitted and sequence.state in (SequenceState.WAITING, SequenceState.HELD)

@@ -109,3 +109,20 @@ def test_one_block_is_copied_to_many(make: Makers, num_forks: int) -> None:
     )
     assert got == dict.fromkeys(rows, want[0])
     assert steps.decode(*rows) == dict.fromkeys(rows, want[1])
+
+
+def test_a_leader_that_fails_later_takes_no_fork_with_it(make: Makers) -> None:
+    """The leader's first token makes it compute numbers that are not finite, in the block that is copied after that."""
+    want = alone(make, 3)
+    steps = started(make(nan_token=True))
+    doomed = replace(SEEDED, allowed_ids=(NAN_TOKEN,))
+    pending = [steps.launch(admit=(admit(0, PROMPT, [0, 1, 2, 3], sampling=doomed),), **prefill((0, 0, 10)))]
+    pending.append(steps.launch(decode_rows=u32([0])))
+    fork = admit(1, PROMPT, [0, 1, 5], computed_len=9, sampling=SEEDED)
+    pending.append(
+        steps.launch(admit=(fork,), copy_sources=u32([2]), copy_targets=u32([5]), **prefill((1, 9, 1)))
+    )  # fmt: skip
+    results = [step.wait() for step in pending]
+    assert [error.row for error in results[1].row_errors] == [0]
+    assert not results[2].row_errors
+    assert [tokens_of(results[2])[1], steps.decode(1)[1], steps.decode(1)[1]] == want

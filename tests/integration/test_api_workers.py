@@ -14,6 +14,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from scheduler_svc.choice_seed import choice_seed
 from stepwire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.integration.engine_harness import oracle, prompts, seeded
 from tests.integration.protocol_harness import run
@@ -138,6 +139,36 @@ def test_every_worker_answers_for_the_whole_service(tmp_path: Path) -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as late:
                     await rest(call(one, "late"))
                 assert late.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(main(), 60.0)
+
+
+def test_choices_and_cache_resets_reach_the_core_from_any_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with service(tmp_path) as served, contextlib.AsyncExitStack() as stack:
+            one, two = [await stack.enter_async_context(grpc.aio.insecure_channel(a)) for a in served.addresses[1:]]
+            for channel in (one, two):
+                await ready(channel)
+            request = generate_request(12)
+            request.n = 3
+            got: dict[int, list[int]] = {}
+            async for message in inference_pb2_grpc.InferenceStub(one).Generate(request):
+                got.setdefault(message.index, []).extend(message.delta.token_ids)
+            assert got == {i: oracle(prompts(1)[0], seeded(choice_seed(1, i), 12)) for i in range(3)}
+            request = generate_request(LONG)
+            request.n, request.request_id = 3, "all"
+            stream = inference_pb2_grpc.InferenceStub(one).Generate(request)
+            await first_token(stream)
+            admin: Any = admin_pb2_grpc.AdminStub(two)
+            answer = await admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
+            assert answer.dropped_blocks + answer.forgotten_blocks > 0
+            stub: Any = inference_pb2_grpc.InferenceStub(two)
+            assert (await stub.Abort(inference_pb2.AbortRequest(request_id="all"))).found
+            with pytest.raises(grpc.aio.AioRpcError) as aborted:
+                await rest(stream)
+            assert aborted.value.code() is grpc.StatusCode.CANCELLED
+            await until(lambda: everything_free(two))
+            assert (await stats(two)).requests_aborted == 3
 
     run(main(), 60.0)
 

@@ -156,14 +156,20 @@ def test_an_executor_lost_in_the_middle_changes_nothing(runner: Runner, alone: G
     assert generate(runner, sample(), lose_executor_after=SAMPLE_TOKENS // 2).tokens == alone.tokens
 
 
+@pytest.fixture(scope="module")
+def choices_apart(runner: Runner) -> tuple[list[Request], Generation]:
+    """Three prompts, seeded, and for each three requests of their own with the seeds its choices would have."""
+    requests = [(ids, replace(sampling, max_tokens=8)) for ids, sampling in (sample()[3], sample()[5], sample()[-1])]
+    apart = [(ids, replace(s, seed=choice_seed(s.seed, k))) for ids, s in requests for k in range(3)]
+    return requests, generate(runner, apart, at_once=1, depth=1, prefix_cache=False)
+
+
 @pytest.mark.parametrize(("prefix_cache", "prefill_chunk"), [(True, 0), (False, 16)])
 def test_choices_of_one_request_are_those_of_requests_with_their_seeds(
-    runner: Runner, prefix_cache: bool, prefill_chunk: int
+    runner: Runner, choices_apart: tuple[list[Request], Generation], prefix_cache: bool, prefill_chunk: int
 ) -> None:
     """Forked choices read shared blocks and a copied one; their tokens tell nothing of it."""
-    requests = [(ids, replace(sampling, max_tokens=12)) for ids, sampling in sample()[1::2]]
-    seeds = [[choice_seed(sampling.seed, k) for k in range(3)] for _, sampling in requests]
-    apart = [(ids, replace(s, seed=seed)) for (ids, s), own in zip(requests, seeds, strict=True) for seed in own]
+    requests, apart = choices_apart
     got = generate(runner, requests, num_choices=3, prefix_cache=prefix_cache, prefill_chunk=prefill_chunk)
-    assert got.tokens == generate(runner, apart, at_once=1, depth=1, prefix_cache=False).tokens
+    assert got.tokens == apart.tokens
     assert len(set(got.tokens)) > len(requests), "choices differ"

@@ -235,3 +235,18 @@ def test_prompt_logprobs_come_with_the_first_choice_only() -> None:
         assert sum(o.count for o in outputs) == (22 if i == 0 else 0)
         assert sum(len(extra.logprobs) for extra in sim.clients[key + i].extras) == 3
     sim.assert_tokens()
+
+
+def test_the_wait_for_a_first_step_is_the_requests_not_each_choices() -> None:
+    """Choices whose leader runs are not refused for waiting; one whose leader never ran ends with it."""
+    config = CoreConfig(max_queue_time_ms=100, max_prefill_chunk=4)
+    sim = Sim(config, toy_info(max_num_seqs=1))
+    first = sim.submit(PROMPT, 4, n=3)
+    _steps(sim, 2)
+    late = sim.submit([5, 6], 4, n=2)
+    sim.pass_time(200)
+    assert all(isinstance(sim.clients[late + i].error, Overloaded) for i in range(2))
+    sim.run()
+    assert all(sim.clients[first + i].reason is not None for i in range(3))
+    sim.assert_tokens()
+    sim.assert_all_free()

@@ -100,3 +100,11 @@ def test_copies_read_all_before_they_write() -> None:
     assert torch.equal(cache.data[:, :, 1], before[:, :, 0])
     assert torch.equal(cache.data[:, :, 0], before[:, :, 1])
     assert torch.equal(cache.data[:, :, 2:], before[:, :, 2:])
+
+
+def test_slots_are_cleaned_in_every_layer_and_nowhere_else() -> None:
+    cache = make_cache()
+    cache.data.fill_(1.0)
+    cache.clean_slots(torch.tensor([6, 7]))
+    assert not cache.data[:, :, 1, 2:].any()
+    assert cache.data.sum() == cache.data.numel() * (1 - 2 / (cache.data.shape[2] * cache.data.shape[3]))
