@@ -180,7 +180,7 @@ class Sampling:
     adapter_id: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_message
 class Admit:
     row: int
     admission_id: int

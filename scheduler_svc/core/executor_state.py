@@ -199,7 +199,7 @@ class ExecutorState:
     def decoding(self) -> RowSet:
         """The rows with a token left to plan: the same set as before until one comes or goes. No side effects."""
         if self._decoding is None:
-            self._decoding = RowSet.of(self.rows, np.flatnonzero(self.rows.left > 0))
+            self._decoding = RowSet.of(self.rows, self.rows.left.nonzero()[0])
             self.quiet_steps = 0
         return self._decoding
 

@@ -10,6 +10,7 @@ same bytes: not a salt that looks like a digest, nor one field that ends where a
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 
 from common.messages import U32
 
@@ -21,6 +22,7 @@ def _field(tag: bytes, data: bytes) -> bytes:
     return tag + len(data).to_bytes(8, "little") + data
 
 
+@lru_cache(maxsize=256)
 def head_hash(salt: bytes) -> bytes:
     """The parent of a first block. Whose heads differ share nothing."""
     return hashlib.blake2b(b"H" + _field(b"s", salt), digest_size=_SIZE).digest()

@@ -60,7 +60,7 @@ class RowSet:
             return self
         both = self.advance.astype(np.bool_)
         both[others] = True
-        return RowSet.of(self.rows, np.flatnonzero(both))
+        return RowSet.of(self.rows, both.nonzero()[0])
 
     def append(self, tokens: U32) -> None:
         """Books one known token for each row."""
