@@ -60,6 +60,13 @@ def check_listen(value: str) -> str:
     return value
 
 
+def check_http(value: str) -> str:
+    """An address an HTTP server can bind, or nothing."""
+    if value.startswith("unix:"):
+        raise ValueError("write host:port or [v6]:port")
+    return check_listen(value) if value else value
+
+
 def check_target(value: str) -> str:
     """Any gRPC target that names a port or a scheme."""
     if ":" not in value:
@@ -85,6 +92,9 @@ class ServiceConfig(BaseModel):
         default=None, description="the bound address is written here once the server listens"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
+    metrics_listen: Annotated[str, BeforeValidator(check_http)] = Field(
+        default="", description="where Prometheus finds metrics (/metrics): host:port; empty: nowhere"
+    )
     otlp_endpoint: str = Field(
         default="",
         description="where traces go (OTLP/gRPC); empty: OTEL_EXPORTER_OTLP_ENDPOINT, else nothing is exported",

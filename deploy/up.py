@@ -30,7 +30,7 @@ from stepwire_client import AsyncClient, Delta, Finished, Health, Retry, Stepwir
 # The default model's best first token leads by far here, so the answer is the same in every precision.
 FIRST_PROMPT: Final = "Why is the sky blue?"
 # Names that both services have and that can not mean both at once: alone they are the public service's.
-SCHEDULER_FIRST: Final = frozenset({"listen", "address_file"})
+SCHEDULER_FIRST: Final = frozenset({"listen", "address_file", "metrics_listen"})
 PROBE_S: Final = 2.0
 KILL_MARGIN_S: Final = 5.0
 

@@ -30,6 +30,9 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine_loop import EngineLoop, EngineOptions
 from scheduler_svc.executor_client import StreamOptions
 from scheduler_svc.executor_driver import DriverOptions
+from scheduler_svc.metrics.beside import Beside
+from scheduler_svc.metrics.observer import MetricsObserver
+from scheduler_svc.metrics.serving import serve_scheduler_metrics
 from scheduler_svc.tracing import Tracing
 from scheduler_svc.workers.addresses import Addresses
 from scheduler_svc.workers.pool import PoolOptions, WorkerPool
@@ -68,8 +71,13 @@ async def serve(config: SchedulerConfig, parts: Parts, worker_command: Sequence[
     core = Scheduler(core_config(config))
     driver = DriverOptions(secrets.token_bytes(16), config.pipeline_depth, parts.stream)
     options = EngineOptions(config.executors, driver, parts.model.model_hash)
-    engine = EngineLoop(core, options, clock, parts.tracing.observer, lambda: parts.tracing.dropped)
+    counts = MetricsObserver() if config.metrics_listen else None
+    observer = parts.tracing.observer if counts is None else Beside(parts.tracing.observer, counts)
+    engine = EngineLoop(core, options, clock, observer, lambda: parts.tracing.dropped)
+    metrics = None
     try:
+        if counts is not None:
+            metrics = serve_scheduler_metrics(config.metrics_listen, engine, counts)
         api = (
             WorkerPool(config, engine, PoolOptions(worker_command))
             if config.api_workers
@@ -78,7 +86,11 @@ async def serve(config: SchedulerConfig, parts: Parts, worker_command: Sequence[
     except ConfigError as error:
         log.error("%s", error.message)
         return EXIT_CONFIG
-    return await _run(config, engine, api)
+    try:
+        return await _run(config, engine, api)
+    finally:
+        if metrics is not None:
+            await metrics.close()
 
 
 class _Api(Protocol):

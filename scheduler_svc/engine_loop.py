@@ -236,6 +236,7 @@ class EngineLoop:
                 for key, count in zip(batch.keys.tolist(), batch.counts.tolist(), strict=True):
                     if count and key in self._traced:
                         self._observer.on_tokens(key, count, now_ns)
+        self._observer.on_delivered(outcome, now_ns)
         self.deliver_endings(outcome.endings, now_ns)
 
     def deliver_endings(self, endings: Iterable[Ending], now_ns: int) -> None:

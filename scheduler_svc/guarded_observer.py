@@ -28,6 +28,7 @@ class GuardedObserver:
         self.trace_context = guard(inner.trace_context, nothing.trace_context)
         self.on_plan = guard(inner.on_plan, nothing.on_plan)
         self.on_result = guard(inner.on_result, nothing.on_result)
+        self.on_delivered = guard(inner.on_delivered, nothing.on_delivered)
         self.on_tokens = guard(inner.on_tokens, nothing.on_tokens)
         self.on_end = guard(inner.on_end, nothing.on_end)
         self.on_executor = guard(inner.on_executor, nothing.on_executor)

@@ -3,7 +3,7 @@
 Calls come from the loop thread, right after the event, and must be cheap: no I/O, no waiting.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from common.frozen import step_message
 from common.messages import StepPlan, StepResult
 from scheduler_svc.messages import FinishReason, Submit
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.outcome import StepOutcome
 
 
 @step_message
@@ -50,6 +53,10 @@ class StepObserver(Protocol):
         """`clock_offset_ns`: executor monotonic minus scheduler monotonic, best estimate so far."""
         ...
 
+    def on_delivered(self, outcome: "StepOutcome", now_ns: int) -> None:
+        """A step's tokens went to their workers; its endings are told after this."""
+        ...
+
     def on_tokens(self, key: int, count: int, now_ns: int) -> None:
         """Only called for requests whose Submit carries a trace context."""
         ...
@@ -78,6 +85,9 @@ class NoObserver:
     def on_result(
         self, record: StepRecord, result: StepResult, received_ns: int, updated_ns: int, clock_offset_ns: int
     ) -> None:
+        pass
+
+    def on_delivered(self, outcome: "StepOutcome", now_ns: int) -> None:
         pass
 
     def on_tokens(self, key: int, count: int, now_ns: int) -> None:

@@ -16,6 +16,7 @@ from common.messages import StepResult
 from common.telemetry.context import TraceContext, new_trace, unpack
 from common.telemetry.pipeline import SpanPipeline
 from common.telemetry.spans import SpanFactory, wall_offset_ns
+from scheduler_svc.core.outcome import StepOutcome
 from scheduler_svc.messages import FinishReason, Submit
 from scheduler_svc.observer import StepRecord
 from scheduler_svc.request_trace import MAX_CORE_SPANS, Chunk, RequestTrace, request_spans
@@ -83,6 +84,9 @@ class TracingObserver:
             request.key, request.request_id, context, request.arrival_ns, len(request.prompt)
         )
         self._policy.request_came(request.key)
+
+    def on_delivered(self, outcome: StepOutcome, now_ns: int) -> None:
+        """A trace wants sampled requests alone: see on_tokens."""
 
     def on_tokens(self, key: int, count: int, now_ns: int) -> None:
         if count and (request := self._requests.get(key)) is not None:

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from common.messages import Sampling, StepPlan, StepResult, u32
+from scheduler_svc.core.outcome import StepOutcome
 from scheduler_svc.guarded_observer import GuardedObserver
 from scheduler_svc.messages import FinishReason, Submit
 from scheduler_svc.observer import NoObserver, StepRecord
@@ -37,7 +38,8 @@ class Broken(NoObserver):
 
 
 @pytest.mark.parametrize(
-    "broken", ["on_submit", "trace_context", "on_plan", "on_result", "on_tokens", "on_end", "on_executor"]
+    "broken",
+    ["on_submit", "trace_context", "on_plan", "on_result", "on_delivered", "on_tokens", "on_end", "on_executor"],
 )
 def test_a_broken_watcher_is_dropped_and_told_of_once(broken: str, caplog: pytest.LogCaptureFixture) -> None:
     inner = Broken(broken)
@@ -48,6 +50,7 @@ def test_a_broken_watcher_is_dropped_and_told_of_once(broken: str, caplog: pytes
             assert guarded.trace_context(0, 1) == b""
             guarded.on_plan(record(), 1, 2)
             guarded.on_result(record(), StepResult(1, 1), 1, 2, 0)
+            guarded.on_delivered(StepOutcome({}, (), record()), 1)
             guarded.on_tokens(1, 1, 1)
             guarded.on_end(1, FinishReason.EOS, "", 1)
             guarded.on_executor(0, "lost", "", 1)
