@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
         return build_executor(config, files, limits.max_pipeline_depth, progress)
 
-    options = ServeOptions(config.listen, config.drain_s, config.address_file, limits)
+    options = ServeOptions(config.listen, config.drain_s, config.address_file, limits, config.metrics_listen)
     sink = build_sink(config.otlp_endpoint)
     try:
         return uvloop.run(serve(options, build, sink))

@@ -23,6 +23,7 @@ from common.config import EXIT_CONFIG
 from common.errors import ConfigError, ModelError
 from common.grpc_options import PRIVATE_MAX_MESSAGE_BYTES, server_options
 from common.serving import bound_address, write_address
+from executor_svc.metrics import CountingSink, serve_executor_metrics
 from executor_svc.servicer import SERVICE_NAME, ExecutorServicer
 from executor_svc.session import SessionLimits, StepTraceSink
 from executor_svc.step_executor import StepExecutor
@@ -42,12 +43,14 @@ SWITCH_INTERVAL_S: Final = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """`listen`: host:port (port 0: any free one) or unix:path. `address_file` gets the bound address."""
+    """`listen`: host:port (port 0: any free one) or unix:path. `address_file` gets the bound address. `metrics_listen`
+    empty: no metrics."""
 
     listen: str
     drain_s: float = 10.0
     address_file: Path | None = None
     limits: SessionLimits = field(default_factory=SessionLimits)
+    metrics_listen: str = ""
 
 
 async def serve(options: ServeOptions, build: Callable[[], StepExecutor], trace: StepTraceSink | None = None) -> int:
@@ -56,15 +59,21 @@ async def serve(options: ServeOptions, build: Callable[[], StepExecutor], trace:
     `build` makes the executor, in a thread of its own, while the port already answers UNAVAILABLE.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    process = _Process(options, ExecutorServicer(options.limits, trace=trace))
+    counts = CountingSink(trace) if options.metrics_listen else None
+    process = _Process(options, ExecutorServicer(options.limits, trace=counts or trace))
+    metrics = None
     try:
         await process.listen()
+        if counts is not None:
+            metrics = serve_executor_metrics(options.metrics_listen, counts)
         return await process.run(build)
     except (ConfigError, ModelError) as error:
         log.error("%s", error.message)
         return EXIT_CONFIG
     finally:
         await process.close()
+        if metrics is not None:
+            await metrics.close()
 
 
 class _Process:

@@ -1,4 +1,7 @@
-"""Counts what steps and requests do. A StepObserver; loop thread; a few microseconds a step."""
+"""Counts what steps and requests do. A StepObserver; loop thread.
+
+Costs a few microseconds a step whatever its size, and some tens more where requests come or go.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--address-file", type=Path, help="gets the bound address")
+    parser.add_argument("--metrics-listen", default="")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="before each result")
     parser.add_argument("--load-ms", type=float, default=0.0, help="before the executor is ready")
     parser.add_argument("--lease-ms", type=float, default=5000.0)
@@ -57,7 +58,13 @@ def main() -> None:
         return toy
 
     limits = SessionLimits(lease_ns=int(args.lease_ms * 1e6))
-    options = ServeOptions(args.listen, drain_s=args.drain_s, address_file=args.address_file, limits=limits)
+    options = ServeOptions(
+        args.listen,
+        drain_s=args.drain_s,
+        address_file=args.address_file,
+        limits=limits,
+        metrics_listen=args.metrics_listen,
+    )
     sink = build_sink()
     try:
         status = uvloop.run(serve(options, build, sink))

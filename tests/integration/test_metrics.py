@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stepwire_client import AsyncClient
 from tests.integration.protocol_harness import run
 from tests.integration.test_protocol_process import Process, process
-from tests.integration.test_top import PROMPT, load, service
+from tests.integration.test_top import PROMPT, address_of, load, ready, service
 
 
 async def scraped(url: str) -> dict[str, Metric]:
@@ -68,6 +68,29 @@ def test_the_schedulers_numbers(tmp_path: Path) -> None:
             names = {name for name in busy if name.startswith("stepwire_")}
             labels = {label for name in names for sample in busy[name].samples for label in sample.labels}
             assert labels <= {"executor", "kind", "state", "reason", "error", "le"}
+
+    run(main(), 60.0)
+
+
+def test_the_executors_numbers(tmp_path: Path) -> None:
+    async def main() -> None:
+        with contextlib.ExitStack() as stack:
+            executor, toy = await address_of(
+                stack, "tests.fakes.toy_executor_main", tmp_path, "toy", "--metrics-listen", "127.0.0.1:0"
+            )
+            api, _ = await address_of(
+                stack, "tests.fakes.toy_scheduler_main", tmp_path, "scheduler",
+                "--listen", "127.0.0.1:0", "--executors", executor,
+            )  # fmt: skip
+            await ready(api, 1)
+            assert "stepwire_device_steps" in await scraped(url_of(toy))
+            async with AsyncClient(api) as client:
+                await client.complete(token_ids=PROMPT, max_tokens=10, temperature=0.0, ignore_eos=True)
+            families = await scraped(url_of(toy))
+            count = value(families, "stepwire_device_seconds", "stepwire_device_seconds_count")
+            assert count == sum(sample.value for sample in families["stepwire_device_steps"].samples) >= 10
+            assert value(families, "stepwire_device_tokens") >= len(PROMPT) + 9
+            assert value(families, "stepwire_row_errors") == 0
 
     run(main(), 60.0)
 

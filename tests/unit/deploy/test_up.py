@@ -22,6 +22,11 @@ def test_flags_go_to_whoever_knows_them() -> None:
     ]  # fmt: skip
 
 
+def test_one_metrics_address_is_not_both_services() -> None:
+    flags = ["--metrics-listen", "127.0.0.1:9464", "--executor-metrics-listen", "127.0.0.1:9465"]
+    assert route_flags(flags) == (["--metrics-listen", "127.0.0.1:9464"], ["--metrics-listen", "127.0.0.1:9465"])
+
+
 @pytest.mark.parametrize(
     ("flag", "close"),
     [("--blok-size", "--block-size"), ("--executor-polcy", ""), ("--scheduler-block-size", ""), ("stray", "")],
