@@ -14,7 +14,7 @@ from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64
 from scheduler_svc.core.sequence import Sequence, SequenceState
-from scheduler_svc.core.suspects import may_be_tried, on_trial
+from scheduler_svc.core.turns import Turns
 from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.observer import StepRecord
 
@@ -33,12 +33,11 @@ class Planner:
         counters: Counters,
     ) -> None:
         self._config = config
-        self._policy = policy
         self._queue = queue
         self._next_admission = next_admission
         self._on_first_admission = on_first_admission
         self._counters = counters
-        self._room_made: tuple[int, int] | None = None  # (ticket, executor) of whom the last eviction was for
+        self.turns = Turns(config, policy, queue)
 
     def can_plan(self, executor: ExecutorState) -> bool:
         """Something may be there to do. `plan` can still find that all of it has to wait for results."""
@@ -46,7 +45,7 @@ class Planner:
 
     def plan(self, executor: ExecutorState, now_ns: int, trace_context: bytes) -> StepRecord | None:
         draft = Draft.of(executor)
-        self._evictions(executor)
+        self.turns.make_room(executor, self.preempt)
         self._decodes(draft)
         if executor.itl is not None and len(draft.decode):
             draft.tokens = min(draft.tokens, executor.itl.budget)
@@ -240,8 +239,8 @@ class Planner:
             return  # the next free blocks belong to rows that sit out
         parked = executor.first_parked_rank()
         while draft.tokens > 0 and self._can_admit(executor):
-            sequence = self._next(executor)
-            if sequence is None or (parked is not None and self._comes_after(sequence, parked)):
+            sequence = self.turns.next(executor)
+            if sequence is None or (parked is not None and self.turns.comes_after(sequence, parked)):
                 return
             is_first = not sequence.was_admitted
             if not self._try_admit(draft, sequence):
@@ -251,69 +250,6 @@ class Planner:
             if sequence.is_suspect:
                 executor.trial = sequence
             self._chunk(draft, sequence.row)
-
-    def _next(self, executor: ExecutorState) -> Sequence | None:
-        """Who is admitted next, if the number of partial prefills and trials (see suspects) allow anyone. While as many
-        long prompts are in prefill as may be, shorter ones pass those that wait; as soon as one is done the first in
-        the queue is first again, long or not."""
-        limit, long_limit = self._config.max_partial_prefills, self._config.max_long_partial_prefills
-        if (limit and len(executor.prefilling) >= limit) or on_trial(executor):
-            return None
-        seqs = executor.rows.seqs
-        full = bool(long_limit) and long_limit <= sum(
-            self._queue.is_long(sequence) for row in executor.prefilling if (sequence := seqs[row]) is not None
-        )
-        sequence = self._queue.peek(usual_only=full)
-        if sequence is not None and sequence.is_suspect and not may_be_tried(executor):
-            return None
-        return sequence
-
-    def _comes_after(self, sequence: Sequence, parked: int) -> bool:
-        """Who was preempted (`parked`: its rank) and still waits for results comes back first."""
-        if sequence.is_suspect:
-            return False
-        return parked < sequence.rank or (self._policy.returns_first and not sequence.was_admitted)
-
-    def _evictions(self, executor: ExecutorState) -> None:
-        """Where the policy says so, the next to be admitted takes the place of running ones that rank far enough behind
-        it: first of the `max_num_seqs`, then, once an attempt has shown how many are short, their blocks. On one
-        executor only, and only when that helps."""
-        head = self._queue.peek()
-        limit = self._policy.evicts_after(head.rank) if head is not None else None
-        if head is None or limit is None or head.is_suspect or self._next(executor) is not head:
-            return
-        if self._room_made is not None and self._room_made[0] == head.ticket and self._room_made[1] != executor.id:
-            return
-        while not self._will_have_room(executor, head):
-            victim = executor.victim_after(limit)
-            if victim is None or not self._can_have_room(executor, head, limit):
-                return
-            self._room_made = (head.ticket, executor.id)
-            self.preempt(executor, victim)
-
-    def forget(self, executor_id: int) -> None:
-        """The executor is gone: room made there is lost."""
-        if self._room_made is not None and self._room_made[1] == executor_id:
-            self._room_made = None
-
-    @staticmethod
-    def _can_have_room(executor: ExecutorState, sequence: Sequence, limit: int) -> bool:
-        """If everyone behind `limit` went, blocks they share counted as if each had its own."""
-        if executor.blocked is None or executor.blocked[0] != sequence.ticket:
-            return True
-        rows, pool = executor.rows, executor.pool
-        behind = rows.running & ~rows.protected & (rows.rank > limit)
-        freed = int(rows.table_len[behind].sum()) + int(behind.sum())
-        return executor.blocked[1] + executor.num_running <= pool.available + pool.num_limbo() + freed
-
-    @staticmethod
-    def _will_have_room(executor: ExecutorState, sequence: Sequence) -> bool:
-        """When the results in flight are there, as far as is known."""
-        if executor.num_running >= executor.max_num_seqs:
-            return False
-        if executor.blocked is None or executor.blocked[0] != sequence.ticket:
-            return True
-        return executor.blocked[1] + executor.num_running <= executor.pool.available + executor.pool.num_limbo()
 
     def _try_admit(self, draft: Draft, sequence: Sequence) -> bool:
         executor, pool, size = draft.executor, draft.executor.pool, draft.executor.block_size

@@ -135,7 +135,7 @@ class Scheduler:
         """The epoch is over, through nobody's known fault."""
         going_on = executor.disconnect()
         guilty = [s for s in suspects if book_death(s, self._tokens_seen, is_device_fault)]
-        self._planner.forget(executor.id)
+        self._planner.turns.forget(executor.id)
         self._requeue(going_on)
         endings: list[Ending] = []
         for sequence in guilty:

@@ -140,3 +140,33 @@ def test_raw_logits_beyond_the_output_budget_take_turns() -> None:
         outputs = [o for e in sim.clients[key].extras for o in e.outputs]
         assert [o.position for o in outputs] == list(range(3, 15))
     sim.assert_tokens()
+
+
+def _step_times(target_ms: float) -> tuple[list[float], int]:
+    """Milliseconds of each step that decodes and prefills, at 2 ms and 0.1 ms a token; and all tokens of prompts."""
+    sim = Sim(CoreConfig(target_itl_ms=target_ms, enable_prefix_cache=False), toy_info(num_blocks=2000))
+    for i in range(4):
+        sim.submit([5 + i, 6, 7], 150, ignore_eos=True)
+    took, prompts = [], 0
+    for i in range(140):
+        if sim.scheduler.num_waiting < 4:
+            sim.submit(range(5 + i, 105 + i), 1, ignore_eos=True)
+        sim.fill()
+        record = sim.pending[0][0]
+        milliseconds = 2 + 0.1 * record.plan.num_tokens
+        sim.clock.advance_ns(int(milliseconds * 1e6))
+        sim.deliver()
+        prompts += record.prefill_tokens
+        if i >= 20 and record.decode_tokens and record.prefill_tokens:
+            took.append(milliseconds)
+    sim.run()
+    sim.assert_tokens()
+    return took, prompts
+
+
+def test_a_target_for_the_time_between_tokens_bounds_what_prompts_may_take_of_a_step() -> None:
+    free, most = _step_times(0.0)
+    assert max(free) == 8.4, "64 tokens, all that the executor takes"
+    steered, prompts = _step_times(5.5)
+    assert max(steered) <= 5.5 and len(steered) > 50
+    assert prompts > 0.4 * most, "as many as the target allows: 30 of 60"
