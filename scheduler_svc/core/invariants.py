@@ -16,6 +16,7 @@ def check(scheduler: Scheduler) -> None:
         if executor.up:
             _check_rows(executor)
             _check_writes(executor)
+            _check_copies(executor)
             _check_kept(executor)
         _check_blocks(executor)
     _check_requests(scheduler)
@@ -117,6 +118,14 @@ def _is_tried(executor: ExecutorState, row: int) -> bool:
     sequence = executor.rows.seqs[row]
     assert sequence is not None
     return sequence.deaths >= SUSPECT_DEATHS and int(executor.rows.low[row]) <= sequence.death_length
+
+
+def _check_copies(executor: ExecutorState) -> None:
+    """What a step in flight copies from and to has users, if only rows in limbo."""
+    for flight in executor.flights:
+        plan = flight.record.plan
+        assert (executor.pool.refs[plan.copy_sources] > 0).all(), "a block is free that a step in flight copies from"
+        assert (executor.pool.refs[plan.copy_targets] > 0).all(), "a block is free that a step in flight copies to"
 
 
 def _check_blocks(executor: ExecutorState) -> None:

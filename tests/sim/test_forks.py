@@ -250,3 +250,31 @@ def test_the_wait_for_a_first_step_is_the_requests_not_each_choices() -> None:
     assert all(sim.clients[first + i].reason is not None for i in range(3))
     sim.assert_tokens()
     sim.assert_all_free()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_choices_spread_over_two_executors(crash: bool) -> None:
+    """A choice that another executor takes has nobody to fork from there."""
+    one, other = Sim(CoreConfig(max_num_seqs=3, max_prefill_chunk=8)), Sim()
+    other.scheduler, other.clients = one.scheduler, one.clients
+    other.executor_id = one.scheduler.add_executor("toy:1")
+    other.connect()
+    for i in range(4):
+        one.submit(range(5 + i, 28 + i), 25, n=4)
+    for _ in range(8):
+        for sim in (one, other):
+            sim.fill()
+            sim.deliver()
+    assert one.scheduler.executors[0].num_running and one.scheduler.executors[1].num_running
+    assert one.scheduler.reset_cache()[1] > 0, "of both"
+    if crash:
+        one.disconnect()
+    while one.scheduler.num_live or other.pending or one.pending:
+        for sim in (one, other):
+            sim.fill()
+            sim.deliver()
+    assert all(client.reason is not None for client in one.clients.values())
+    one.assert_tokens()
+    other.assert_tokens()
+    for stats in one.scheduler.stats().executors[crash:]:
+        assert stats.free_rows == stats.num_rows and stats.free_blocks == stats.num_blocks

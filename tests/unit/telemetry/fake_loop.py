@@ -13,7 +13,7 @@ from common.telemetry.context import TraceContext, new_trace
 from common.telemetry.endpoint import SCHEDULER_SERVICE
 from common.telemetry.provider import telemetry
 from executor_svc.tracing import ExecutorTracing
-from scheduler_svc.messages import FinishReason, Submit
+from scheduler_svc.messages import Child, FinishReason, Submit
 from scheduler_svc.observer import StepRecord
 from scheduler_svc.tracing import TracingOptions, tracing_into
 
@@ -48,7 +48,9 @@ class FakeLoop:
         self.device_free_ns = 0
         self.step_ns = STEP_NS
 
-    def submit(self, key: int, *, sampled: bool = True, chunks: int = 1) -> TraceContext | None:
+    def submit(
+        self, key: int, *, sampled: bool = True, chunks: int = 1, children: tuple[Child, ...] = ()
+    ) -> TraceContext | None:
         now = self.clock.monotonic_ns()
         context = new_trace() if sampled else None
         self.observer.on_submit(
@@ -59,6 +61,7 @@ class FakeLoop:
                 Sampling(seed=1, max_tokens=10),
                 now - 1_000_000,
                 trace_context=context.pack() if context else b"",
+                children=children,
             ),
             now,
         )

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
-from scheduler_svc.messages import FinishReason
+from scheduler_svc.messages import Child, FinishReason
 from scheduler_svc.tracing import Tracing, TracingOptions, build_tracing
 from tests.unit.telemetry.fake_loop import FakeLoop, span_id, times, trace_id
 
@@ -64,6 +64,16 @@ def test_a_window_shows_both_services_under_each_step(loop: FakeLoop) -> None:
         assert times(step) == (times(parts["plan"])[0], times(parts["update"])[1])
     assert len(members) <= 500
     assert max(len(parts) for key, parts in by_parent.items() if key != span_id(root)) + 1 <= 10
+
+
+def test_a_window_waits_for_every_choice_of_a_request(loop: FakeLoop) -> None:
+    loop.submit(1, children=(Child(2, 9),))
+    loop.steps(5)
+    loop.drain()
+    loop.end(1)
+    assert not windows(loop.spans()), "choice 1 still runs"
+    loop.end(2)
+    assert len(windows(loop.spans())) == 1
 
 
 def test_consecutive_steps_overlap_in_time(loop: FakeLoop) -> None:
