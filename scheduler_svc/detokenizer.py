@@ -82,6 +82,8 @@ class PieceTable:
         self._added_ids = added_ids
         self._alphabet = byte_alphabet()
         self._bytes: list[bytes | None] = [None] * vocab_size
+        self._texts: list[str | None] = [None] * vocab_size
+        self._cut: set[int] = set()  # ids whose bytes are no whole characters
 
     def get(self, token_id: int) -> bytes:
         """Empty for an id the vocabulary lacks (an embedding may have more rows than the vocabulary has entries)."""
@@ -92,6 +94,18 @@ class PieceTable:
             piece = self._id_to_piece(token_id)
             known = b"" if piece is None else self._spell(token_id, piece)
             self._bytes[token_id] = known
+        return known
+
+    def text(self, token_id: int) -> str | None:
+        """The id's text where its bytes are whole characters; None where the text depends on its neighbours."""
+        if not 0 <= token_id < len(self._texts):
+            return ""
+        known = self._texts[token_id]
+        if known is None and token_id not in self._cut:
+            try:
+                known = self._texts[token_id] = self.get(token_id).decode()
+            except UnicodeDecodeError:
+                self._cut.add(token_id)
         return known
 
     def _spell(self, token_id: int, piece: str) -> bytes:
@@ -113,6 +127,8 @@ class IncrementalDecoder:
     Bytes that can not become UTF-8 turn into U+FFFD, one for each maximal part, as soon as that is certain.
     """
 
+    __slots__ = ("_pending", "_skip", "_strip", "_table", "_utf8")
+
     def __init__(
         self,
         table: PieceTable,
@@ -126,6 +142,7 @@ class IncrementalDecoder:
         self._skip = table.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = False
+        self._pending = False  # the beginning of a character is held back
         end = self._end_of(prompt_ids)
         self.push(end)
         self._strip = table.rules.strip and not end
@@ -143,10 +160,17 @@ class IncrementalDecoder:
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became final with these tokens; may be empty. Ids unknown to the vocabulary have no text."""
         skip, get = self._skip, self._table.get
-        return self._text(self._utf8.decode(b"".join([get(i) for i in token_ids if i not in skip])))
+        if len(token_ids) == 1 and not self._pending and not self._strip and token_ids[0] not in skip:
+            text = self._table.text(token_ids[0])
+            if text is not None:
+                return text
+        text = self._utf8.decode(b"".join([get(i) for i in token_ids if i not in skip]))
+        self._pending = bool(self._utf8.getstate()[0])
+        return self._text(text)
 
     def flush(self) -> str:
         """What is still held back, at the end of the sequence: U+FFFD for an unfinished character."""
+        self._pending = False
         return self._text(self._utf8.decode(b"", final=True))
 
     def _text(self, text: str) -> str:

@@ -61,6 +61,8 @@ class TextCursor:
     Text of the first `min_tokens` tokens is shown as it comes and is no part of a match.
     """
 
+    __slots__ = ("_decoder", "_matcher", "_min_tokens", "num_tokens")
+
     def __init__(self, decoder: Decoder, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._decoder = decoder
         self._matcher = StopMatcher(stops) if stops else None

@@ -84,6 +84,26 @@ class TokenStream:
     after everything buffered before it was taken (a slow reader's buffer is dropped).
     """
 
+    __slots__ = (
+        "_buffer",
+        "_cached",
+        "_completion",
+        "_decode",
+        "_flushed",
+        "_is_plain",
+        "_limits",
+        "_next_prompt_position",
+        "_plain",
+        "_prompt_bytes",
+        "_reader_moved",
+        "_token_bytes",
+        "_undecoded",
+        "_unread_since_ns",
+        "_wants",
+        "error",
+        "num_tokens",
+    )
+
     def __init__(self, wants: StreamWants, limits: StreamLimits) -> None:
         self._wants = wants
         self._limits = limits
@@ -91,12 +111,14 @@ class TokenStream:
         self._prompt_bytes = TOKEN_BYTES + wants.num_prompt_logprobs * TOP_BYTES
         self._buffer = Piece()
         self._undecoded: list[int] = []
+        self._plain: list[int] = []  # tokens that came after everything in the buffer, of a stream that is plain
         self._is_plain = not (
             wants.num_logprobs
             or wants.num_prompt_logprobs
             or wants.raw_logits
             or (wants.cursor is not None and wants.cursor.matches)
         )
+        self._decode = wants.cursor.push if wants.cursor is not None else None
         self._unread_since_ns: int | None = None
         self._reader_moved = False  # since the age of what is unread was looked at
         self._cached = 0
@@ -114,9 +136,32 @@ class TokenStream:
     @property
     def buffered_bytes(self) -> int:
         buffer = self._buffer
-        return len(buffer.token_ids) * self._token_bytes + len(buffer.prompt_logprobs) * self._prompt_bytes
+        num_tokens = len(buffer.token_ids) + len(self._plain)
+        return num_tokens * self._token_bytes + len(buffer.prompt_logprobs) * self._prompt_bytes
 
     # ------------------------------------------------------------------------------------------------ worker's side
+
+    def feed_token(self, token: int, now_ns: int) -> bool:
+        """One token in the usual case: a stream of text and ids alone whose reader keeps up. False: it is another, and
+        `feed` has to take the entry."""
+        if self._unread_since_ns is not None or not self._is_plain or self.ended:
+            return False
+        self._unread_since_ns = now_ns
+        self.num_tokens += 1
+        self._plain.append(token)
+        return True
+
+    def pass_token(self, token: int) -> str | None:
+        """The text of one token, handed over without being buffered: only for a reader that waits for it now. None: as
+        `feed_token`, or the text could not be made and the stream has ended."""
+        if self._unread_since_ns is not None or not self._is_plain or self.ended:
+            return None
+        self.num_tokens += 1
+        try:
+            return self._decode((token,)) if self._decode is not None else ""
+        except Exception as error:  # noqa: BLE001 - as in `feed`
+            self.fail(SequenceFailed(f"the text of this request could not be made: {type(error).__name__}: {error}"))
+            return None
 
     def feed(self, tokens: list[int], reason: int, cached: int, extras: Extras | None, now_ns: int) -> Action:
         """Takes one entry of a TokenBatch. After the end it does nothing, so late entries are harmless."""
@@ -125,11 +170,6 @@ class TokenStream:
         self._cached = cached
         if self._unread_since_ns is None:
             self._unread_since_ns = now_ns
-            if self._is_plain and not reason:  # the usual case, on the path of every step
-                self.num_tokens += len(tokens)
-                self._buffer.token_ids += tokens
-                self._undecoded += tokens
-                return Action.NONE
         try:
             action = self._append(tokens, FinishReason(reason) if reason else None, extras)
         except StepwireError as error:
@@ -181,9 +221,20 @@ class TokenStream:
         self._completion = None
         self._buffer = Piece()
         self._undecoded = []
+        self._plain = []
         self.error = SlowReader(message, limit=limit)
 
+    def _settle_plain(self) -> None:
+        self._buffer.token_ids += self._plain
+        self._undecoded += self._plain
+        self._plain = []
+
     def _append(self, tokens: list[int], reason: FinishReason | None, extras: Extras | None) -> Action:
+        if self._is_plain and reason is None:
+            self.num_tokens += len(tokens)
+            self._plain += tokens
+            return Action.NONE
+        self._settle_plain()
         ended_by_token = reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         texted = tokens[:-1] if ended_by_token else tokens
         taken = len(tokens)
@@ -258,6 +309,7 @@ class TokenStream:
 
         Raises the error the request ended with.
         """
+        self._settle_plain()
         self._decode_pending()
         buffer, done = self._buffer, self._completion
         if not (buffer.token_ids or buffer.text or buffer.prompt_logprobs or done):

@@ -1,7 +1,9 @@
 """One request from its call's point of view: what Inference.Generate and VllmEngine.Generate have in common."""
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from common.errors import DeadlinePassed, Draining, RequestAborted, StepwireError, Unavailable
 from common.messages import U32
@@ -48,6 +50,7 @@ class ActiveRequest:
         self._error: StepwireError | None = RequestAborted("the caller went away")
         self._closed = False
         self._seen_token = False
+        self._encode: Callable[[int, str, Sequence[int]], bytes] | None = None
         self._handle = tracer.on_request(submit, attributes)
 
     async def start(self, states: Sequence[TokenStream]) -> None:
@@ -61,19 +64,40 @@ class ActiveRequest:
         """The last piece of every choice was taken."""
         return self._choices is not None and self._choices.finished
 
-    async def next(self) -> tuple[int, Piece]:
-        """The next piece and whose it is. Raises the StepwireError the request ended with."""
+    def wait(self) -> "asyncio.Future[bytes | None]":
+        """Once `take` had nothing: until it may have something. Resolves to a message instead where `encode_tokens`
+        asked for them: the next one of the stream, to be written as it is."""
         assert self._choices is not None
-        index, piece = await self._choices.next()
+        return self._choices.bell.wait()
+
+    def encode_tokens(self, encode: Callable[[int, str, Sequence[int]], bytes]) -> None:
+        """From the first piece on, let single tokens come as messages: (choice, text, ids) to bytes."""
+        self._encode = encode
+
+    def take(self) -> tuple[int, Piece] | None:
+        """The next piece and whose it is; None: not yet. Raises the StepwireError the request ended with."""
+        assert self._choices is not None
+        if (taken := self._choices.take()) is None:
+            return None
+        _, piece = taken
         if not self._seen_token and piece.token_ids:
             self._seen_token = True
+            if self._encode is not None:
+                for index, stream in enumerate(self._streams):
+                    stream.encode = partial(self._encode, index)
             elapsed_ns = self._worker.clock.monotonic_ns() - self.submit.arrival_ns
             self._tracer.on_first_token(self._handle, elapsed_ns / 1e9)
         if piece.completion is not None:
             self._completions.append(piece.completion)
             if self.finished:
                 self._error = None
-        return index, piece
+        return taken
+
+    async def next(self) -> tuple[int, Piece]:
+        """As `take`, once there is something."""
+        while (taken := self.take()) is None:
+            await self.wait()
+        return taken
 
     def failed(self, error: StepwireError) -> None:
         self._error = error

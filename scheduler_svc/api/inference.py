@@ -3,19 +3,23 @@
 from collections.abc import AsyncIterator
 from typing import Final
 
+import grpc
+import grpc.aio
+
 from common.errors import InvalidInput, StepwireError, TooLarge
 from common.messages import u32
 from common.model_files.description import SamplingDefaults
 from scheduler_svc.api.calls import Context, answered
 from scheduler_svc.api.generation import Generation, begin_trace
 from scheduler_svc.api.prompt import PromptReader
-from scheduler_svc.api.responses import add_completion, add_piece, started
+from scheduler_svc.api.responses import add_completion, add_piece, plain_delta, started
 from scheduler_svc.api.status import abort, only_stepwire_errors
 from scheduler_svc.api.validation import check_token_ids, request_id
 from scheduler_svc.api.worker import ApiWorker
+from stepwire.v1 import inference_pb2, inference_pb2_grpc
 from stepwire.v1 import inference_pb2 as pb
-from stepwire.v1 import inference_pb2_grpc
 
+SERVICE_NAME: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_DETOKENIZE_IDS: Final = 1_000_000
 
 
@@ -29,7 +33,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._worker = worker
         self._version = version
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(  # type: ignore[override]
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Yields GenerateResponses, encoded: for most of them no message is ever built. See `add_inference`."""
         trace, trailing = begin_trace(context)
         active = None
         try:
@@ -37,10 +44,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 active = await self._generation.accept(request, context, trace)
                 messages = started(active.submit)  # by choice
                 if active.valid.stream:
+                    active.encode_tokens(plain_delta)
                     for message in messages:
-                        yield message
+                        yield message.SerializeToString()
                 while not active.finished:
-                    index, piece = await active.next()
+                    if (taken := active.take()) is None:
+                        while (encoded := await active.wait()) is not None:
+                            yield encoded
+                        continue
+                    index, piece = taken
                     message = pb.GenerateResponse(index=index) if active.valid.stream else messages[index]
                     add_piece(message, piece)
                     if piece.completion is not None:
@@ -48,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     if active.finished:
                         active.close()
                     if active.valid.stream or piece.completion is not None:
-                        yield message
+                        yield message.SerializeToString()
         except StepwireError as error:
             if active is not None:
                 active.failed(error)
@@ -120,6 +132,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if not request.request_id:
             raise InvalidInput("request_id is empty", field="request_id")
         return pb.AbortResponse(found=await self._worker.abort(request_id(request.request_id)))
+
+
+def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+    """As the generated add_InferenceServicer_to_server, but that Generate yields messages already encoded."""
+    generate: grpc.RpcMethodHandler[pb.GenerateRequest, bytes] = grpc.unary_stream_rpc_method_handler(
+        servicer.Generate, request_deserializer=pb.GenerateRequest.FromString
+    )
+    # Of two handlers for one method the first that was added serves it.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Generate": generate}),))
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
 
 
 def _default_sampling(defaults: SamplingDefaults) -> pb.SamplingParams:

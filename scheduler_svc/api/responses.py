@@ -1,5 +1,7 @@
 """Pieces of a token stream as messages of stepwire.v1."""
 
+from collections.abc import Sequence
+
 from scheduler_svc.messages import Submit, TopTokens
 from scheduler_svc.token_stream import Completion, Piece
 from stepwire.v1 import inference_pb2 as pb
@@ -13,6 +15,30 @@ def started(request: Submit) -> list[pb.GenerateResponse]:
     for message, seed in zip(messages, seeds, strict=True):
         message.started.seed = seed
     return messages
+
+
+def plain_delta(index: int, text: str, token_ids: Sequence[int]) -> bytes:
+    """A whole GenerateResponse, encoded: a delta of text and ids. One is made for every token that is streamed, and
+    building the message to have it encoded takes several times as long."""
+    utf8 = text.encode()
+    ids = _varint(token_ids[0]) if len(token_ids) == 1 else b"".join(map(_varint, token_ids))
+    parts = [b"\n", _varint(len(utf8)), utf8] if utf8 else []
+    if ids:
+        parts += b"\x12", _varint(len(ids)), ids
+    delta = b"".join(parts)
+    message = b"".join((b"\x12", _varint(len(delta)), delta))
+    return message + b"\x20" + _varint(index) if index else message
+
+
+def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return _BYTES[value]
+    if value < 0x4000:
+        return _BYTES[value & 0x7F | 0x80] + _BYTES[value >> 7]
+    return _BYTES[value & 0x7F | 0x80] + _varint(value >> 7)
+
+
+_BYTES = [bytes((value,)) for value in range(256)]
 
 
 def add_piece(message: pb.GenerateResponse, piece: Piece) -> None:

@@ -17,14 +17,14 @@ from scheduler_svc.api.admin import AdminServicer
 from scheduler_svc.api.auth import BearerTokens
 from scheduler_svc.api.generation import Generation
 from scheduler_svc.api.health import HealthMonitor, HealthServicer
-from scheduler_svc.api.inference import InferenceServicer
+from scheduler_svc.api.inference import InferenceServicer, add_inference
 from scheduler_svc.api.listen import TlsFiles, open_port
 from scheduler_svc.api.prompt import PromptReader, TextWorkers
 from scheduler_svc.api.request_tracer import RequestTracer, SpanRequestTracer
 from scheduler_svc.api.served_model import ServedModel, TextTokenizer
 from scheduler_svc.api.worker import ApiWorker
 from scheduler_svc.token_stream import StreamLimits
-from stepwire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from stepwire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 
 SWEEP_INTERVAL_S: Final = 1.0
 PROBE_INTERVAL_S: Final = 5.0
@@ -129,9 +129,7 @@ def build_server(
     )
     health = HealthServicer()
     monitor = HealthMonitor(worker, health, options.liveness_timeout_s, options.stall_timeout_s, is_alive)
-    inference_pb2_grpc.add_InferenceServicer_to_server(
-        InferenceServicer(generation, prompts, worker, options.version), server
-    )
+    add_inference(InferenceServicer(generation, prompts, worker, options.version), server)
     admin_pb2_grpc.add_AdminServicer_to_server(
         AdminServicer(worker, int(options.drain_s * 1000), spans_dropped), server
     )

@@ -289,17 +289,20 @@ class ApiWorker:
         now_ns = self._clock.monotonic_ns()
         tokens = batch.tokens.tolist()
         end = 0
+        streams, extras = self._streams, batch.extras
         columns = zip(
             batch.keys.tolist(), batch.counts.tolist(), batch.reasons.tolist(), batch.cached.tolist(), strict=True
         )
         for index, (key, count, reason, cached) in enumerate(columns):
             start, end = end, end + count
-            stream = self._streams.get(key)
+            stream = streams.get(key)
             if stream is None:
+                continue
+            if count == 1 and not reason and not extras and stream.offer(tokens[start], now_ns):
                 continue
             if reason:
                 stream.core_done = True
-            action = stream.state.feed(tokens[start:end], reason, cached, batch.extras.get(index), now_ns)
+            action = stream.state.feed(tokens[start:end], reason, cached, extras.get(index), now_ns)
             if action is Action.CANCEL:
                 self._cancel(stream)
             elif action is Action.FINISH:

@@ -7,7 +7,6 @@ the core's to hear, which drains first; a signal to the whole process group must
 import asyncio
 import contextlib
 import ctypes
-import gc
 import logging
 import signal
 import socket
@@ -22,7 +21,15 @@ from common.config import EXIT_CONFIG
 from common.errors import ConfigError, ModelError, Overloaded, Unavailable
 from scheduler_svc.api.server import ApiServer, build_server
 from scheduler_svc.api.worker import ApiWorker
-from scheduler_svc.app import EXIT_FAILED, EXIT_OK, LAST_WRITES_S, SWITCH_INTERVAL_S, Parts, api_options
+from scheduler_svc.app import (
+    EXIT_FAILED,
+    EXIT_OK,
+    LAST_WRITES_S,
+    SWITCH_INTERVAL_S,
+    Parts,
+    api_options,
+    quieten_collector,
+)
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.liveness import BEAT_S, STUCK_AFTER_BEATS
 from scheduler_svc.messages import Cancel, Finish, ToCore
@@ -121,8 +128,7 @@ class _Process:
 
     async def _serve(self, link: Link, server: ApiServer) -> int:
         await server.start()
-        gc.collect()
-        gc.freeze()
+        quieten_collector()
         link.send(Listening())
         stop = await self._stop
         await server.stop(LAST_WRITES_S if stop is None else stop.grace_s)
