@@ -24,9 +24,10 @@ SCHEDULER_NAMES: Final = COMMON_NAMES | {
     "executors", "pipeline_depth", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk",
     "enable_prefix_cache", "policy", "max_queued_requests", "max_queued_tokens", "slow_reader_s", "drain_s",
     "tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file", "max_message_bytes", "api_workers",
-    "max_unread_bytes", "worker_listen", "max_queue_time_ms", "long_prefill_token_threshold", "max_partial_prefills",
-    "max_long_partial_prefills", "target_itl_ms", "priority_aging_ms", "tenant_weights", "isolate_tenants",
-    "allow_request_templates", "served_model_name", "trace_window_interval_s", "trace_sample_ratio", "slow_step_ms",
+    "max_unread_bytes", "worker_listen", "stream_interval_ms", "max_queue_time_ms", "long_prefill_token_threshold",
+    "max_partial_prefills", "max_long_partial_prefills", "target_itl_ms", "priority_aging_ms", "tenant_weights",
+    "isolate_tenants", "allow_request_templates", "served_model_name", "trace_window_interval_s",
+    "trace_sample_ratio", "slow_step_ms",
 }  # fmt: skip
 EXECUTOR_NAMES: Final = COMMON_NAMES | {
     "device", "dtype", "numerics", "block_size", "num_blocks", "kv_cache_memory", "max_num_seqs",

@@ -21,6 +21,7 @@ from common.errors import ConfigError, Unavailable
 from common.serving import bound_address, write_address
 from scheduler_svc.api.auth import read_tokens
 from scheduler_svc.api.listen import TlsFiles
+from scheduler_svc.api.pacer import Pacer
 from scheduler_svc.api.served_model import ServedModel, TextTokenizer
 from scheduler_svc.api.server import ApiOptions, build_server
 from scheduler_svc.api.worker import ApiWorker
@@ -117,7 +118,9 @@ class _LocalApi:
 
     def __init__(self, config: SchedulerConfig, parts: Parts, engine: EngineLoop, clock: Clock) -> None:
         """Raises ConfigError."""
-        worker = ApiWorker(clock, max_unread_bytes=config.max_unread_bytes)
+        worker = ApiWorker(
+            clock, max_unread_bytes=config.max_unread_bytes, pacer=Pacer(int(config.stream_interval_ms * 1e6))
+        )
         worker.connect(engine.add_worker(worker))
         self._server = build_server(
             api_options(config, parts.version),

@@ -89,6 +89,11 @@ class SchedulerConfig(ServiceConfig):
     max_queue_time_ms: int = Field(
         default=0, ge=0, description="a request that waited so long for its first step is refused; 0: no limit"
     )
+    stream_interval_ms: float = Field(
+        default=20.0,
+        ge=0,
+        description="longest wait of a token for the next ones while an API process is behind; 0: none",
+    )
     slow_reader_s: float = Field(default=30.0, gt=0, description="seconds a client may leave its stream unread")
     max_unread_bytes: Size = Field(
         default=256 * 1024 * 1024,

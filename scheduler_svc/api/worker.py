@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 from common.clock import Clock
 from common.errors import DeadlinePassed, Unavailable
+from scheduler_svc.api.pacer import Pacer
 from scheduler_svc.api.stream import Bell, RequestStream
 from scheduler_svc.messages import (
     WORKER_SHIFT,
@@ -74,7 +75,8 @@ class ApiWorker:
     """Implements WorkerPort. All methods run on one event loop, `deliver` too.
 
     Answers of the core are waited for `answer_timeout_s`, then the call gets Unavailable. `max_unread_bytes`: of the
-    results all streams leave unread; over it those that leave the most end as slow readers.
+    results all streams leave unread; over it those that leave the most end as slow readers. `pacer`: decides when
+    tokens wait for the next ones, because the process can not write a message for each.
     """
 
     def __init__(
@@ -83,11 +85,14 @@ class ApiWorker:
         worker_id: int = 0,
         answer_timeout_s: float = 10.0,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
+        pacer: Pacer | None = None,
     ) -> None:
         self._clock = clock
         self._worker_id = worker_id
         self._answer_timeout_s = answer_timeout_s
         self._max_unread_bytes = max_unread_bytes
+        self._pacer = pacer or Pacer(0)
+        self._held: dict[int, RequestStream] = {}  # not told yet what was fed to them
         self._fed_bytes = 0  # since unread results were last added up
         self._core: CorePort | None = None
         self._next_key = worker_id << WORKER_SHIFT
@@ -287,6 +292,8 @@ class ApiWorker:
 
     def _deliver_tokens(self, batch: TokenBatch) -> None:
         now_ns = self._clock.monotonic_ns()
+        held = self._pacer.on_step(now_ns, len(batch.keys))
+        num_woken = len(batch.keys)
         tokens = batch.tokens.tolist()
         end = 0
         streams, extras = self._streams, batch.extras
@@ -298,7 +305,7 @@ class ApiWorker:
             stream = streams.get(key)
             if stream is None:
                 continue
-            if count == 1 and not reason and not extras and stream.offer(tokens[start], now_ns):
+            if count == 1 and not (reason or extras or held) and stream.offer(tokens[start], now_ns):
                 continue
             if reason:
                 stream.core_done = True
@@ -308,10 +315,31 @@ class ApiWorker:
             elif action is Action.FINISH:
                 stream.core_done = True
                 self._port.send(Finish(key, stream.state.num_tokens, FinishReason.STOP_STRING))
-            stream.wake()
+            if held and action is Action.NONE and not reason and stream.state.num_tokens > count:
+                num_woken -= 1
+                self._hold(stream)
+            else:  # a first token or an end never waits
+                stream.wake()
+        # The readers woken above have their turns before this.
+        asyncio.get_running_loop().call_soon(self._written, now_ns, num_woken)
         self._fed_bytes += len(tokens) * TOKEN_BYTES + sum(map(_extra_bytes, batch.extras.values()))
         if self._fed_bytes > self._max_unread_bytes // 8:
             self._bound_unread()
+
+    def _written(self, started_ns: int, num_messages: int) -> None:
+        self._pacer.on_written(self._clock.monotonic_ns() - started_ns, num_messages)
+
+    def _hold(self, stream: RequestStream) -> None:
+        if not self._held:
+            asyncio.get_running_loop().call_later(self._pacer.interval_ns / 1e9, self._release_held)
+        self._held[stream.key] = stream
+
+    def _release_held(self) -> None:
+        now_ns, streams = self._clock.monotonic_ns(), self._held
+        self._held = {}
+        for stream in streams.values():
+            stream.wake()
+        asyncio.get_running_loop().call_soon(self._written, now_ns, len(streams))
 
     def _deliver_step(self, step: StepSeen) -> None:
         for watch in self._watches:

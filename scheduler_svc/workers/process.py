@@ -19,6 +19,7 @@ import uvloop
 from common.clock import Clock, SystemClock
 from common.config import EXIT_CONFIG
 from common.errors import ConfigError, ModelError, Overloaded, Unavailable
+from scheduler_svc.api.pacer import Pacer
 from scheduler_svc.api.server import ApiServer, build_server
 from scheduler_svc.api.worker import ApiWorker
 from scheduler_svc.app import (
@@ -109,8 +110,9 @@ class _Process:
 
     def _connect(self, link: Link, setup: Setup, config: SchedulerConfig, parts: Parts) -> ApiServer:
         core = RemoteCore(link, self._clock)
+        pacer = Pacer(int(config.stream_interval_ms * 1e6))
         unread = config.max_unread_bytes // setup.num_workers
-        worker = ApiWorker(self._clock, setup.worker_id, max_unread_bytes=unread)
+        worker = ApiWorker(self._clock, setup.worker_id, max_unread_bytes=unread, pacer=pacer)
         worker.connect(core)
         self._core, self._worker = core, worker
         early, self._early = self._early, []

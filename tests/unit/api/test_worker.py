@@ -1,7 +1,7 @@
 """The worker between calls and core: what is sent, exactly when, and that nothing is left behind."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +12,13 @@ from common.errors import (
     DuplicateRequest,
     Overloaded,
     RequestAborted,
+    SequenceFailed,
     SlowReader,
     StepwireError,
     Unavailable,
 )
 from common.messages import Sampling, u32
+from scheduler_svc.api.pacer import Pacer
 from scheduler_svc.api.stream import RequestStream
 from scheduler_svc.api.worker import MAX_WATCH_BACKLOG, ApiWorker
 from scheduler_svc.messages import (
@@ -288,6 +290,92 @@ def test_a_slow_watcher_is_told_what_it_lost() -> None:
         assert [skipped for skipped, _ in got] == [0] * MAX_WATCH_BACKLOG
         core.tell(seen(5000))
         assert await watch.next(9) == [(5, seen(5000))]
+
+    run(test)
+
+
+class Holding(Pacer):
+    """As in a process that is always behind."""
+
+    def on_step(self, now_ns: int, num_entries: int) -> bool:
+        return True
+
+
+def test_what_is_held_back_comes_at_once_after_the_interval() -> None:
+    """But first tokens and ends never wait."""
+
+    async def main() -> None:
+        worker = ApiWorker(ManualClock(), pacer=Holding(5_000_000))
+        core = FakeCore(worker)
+        stream = opened(worker)
+        await worker.wait_accepted([stream])
+        core.emit(stream.key, b"a")
+        assert (await stream.next()).text == "a"
+        waiting = asyncio.ensure_future(stream.next())
+        await asyncio.sleep(0)
+        for byte in b"bcd":
+            core.emit(stream.key, [byte])
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        assert (await waiting).text == "bcd"
+        core.emit(stream.key, b"e")
+        core.emit(stream.key, [EOS], FinishReason.EOS)
+        assert (await stream.next()).text == "e"
+
+    async def limited() -> None:
+        async with asyncio.timeout(10):
+            await main()
+
+    asyncio.run(limited())
+
+
+def test_a_reader_that_waits_is_handed_its_tokens_as_messages_in_order() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        stream = opened(worker)
+        await worker.wait_accepted([stream])
+        stream.encode = lambda text, ids: text.encode() + bytes(ids)
+        waiting = stream.bell.wait()
+        core.emit(stream.key, b"a")
+        core.emit(stream.key, b"b")
+        core.emit(stream.key, b"c")
+        assert await waiting == b"aa"
+        assert await stream.bell.wait() is None, "more came while nobody waited"
+        piece = stream.state.take()
+        assert piece is not None and (piece.text, piece.token_ids) == ("bc", [*b"bc"])
+        waiting = stream.bell.wait()
+        core.emit(stream.key, "é".encode()[:1])
+        assert await waiting == b"\xc3", "a token without text is a message too"
+        waiting = stream.bell.wait()
+        core.emit(stream.key, "é".encode()[1:])
+        assert await waiting == "é".encode() + b"\xa9"
+        waiting = stream.bell.wait()
+        core.emit(stream.key, [EOS], FinishReason.EOS)
+        assert await waiting is None
+        piece = stream.state.take()
+        assert piece is not None and piece.completion is not None and piece.completion.completion_tokens == 6
+
+    run(test)
+
+
+def test_a_text_that_can_not_be_made_ends_its_own_stream_alone() -> None:
+    class Broken(ByteDecoder):
+        def push(self, token_ids: Sequence[int]) -> str:
+            raise ZeroDivisionError("a defect in a tokenizer")
+
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        sampling = Sampling(seed=1, max_tokens=0)
+        submit = Submit(worker.next_key(), "broken", PROMPT, sampling, 0)
+        state = TokenStream(StreamWants(PROMPT, TextCursor(Broken()), 258), LIMITS)
+        (broken,) = worker.open(submit, [state])
+        await worker.wait_accepted([broken])
+        well = opened(worker)
+        await worker.wait_accepted([well])
+        broken.encode = well.encode = lambda text, ids: text.encode()
+        waiting = [broken.bell.wait(), well.bell.wait()]
+        core.tell(batch([(broken.key, b"x", 0), (well.key, b"y", 0)]))
+        assert await waiting[1] == b"y" and await waiting[0] is None
+        with pytest.raises(SequenceFailed):
+            state.take()
 
     run(test)
 
