@@ -98,7 +98,7 @@ class SchedulerConfig(ServiceConfig):
     max_unread_bytes: Size = Field(
         default=256 * 1024 * 1024,
         ge=1024 * 1024,
-        description="results that all clients of an API worker leave unread; over it the slowest readers end",
+        description="bytes of results that all clients together leave unread; over it the slowest readers end",
     )
     drain_s: float = Field(default=30.0, ge=0, description="seconds running requests get to finish when stopping")
     tls_cert: Path | None = Field(default=None, description="PEM certificate chain of the public API")
