@@ -15,7 +15,7 @@ from executor_svc.buffers import RowState
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.cuda_device import CudaDevice
 from executor_svc.device_step import DeviceStep, Model, SampleStep
-from executor_svc.graph_cache import GraphCache, GraphShape, context_buckets
+from executor_svc.graph_cache import GraphCache, context_buckets
 from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder
 from executor_svc.kv_cache import (
     CPU_SHARE,
@@ -229,8 +229,7 @@ def _warm_up(device: Device, step: DeviceStep, graphs: GraphCache, max_num_seqs:
 
     def run_padding() -> None:
         for rows in sorted({1, min(8, max_num_seqs), max_num_seqs}):
-            idx = torch.full((rows,), -1, dtype=torch.int64, device=torch_device)
-            step.body(idx, GraphShape(rows, 1, True))
+            step.run_padding(rows)
 
     say("warming up", 0, 1)
     device.enqueue(Stream.COMPUTE, run_padding)

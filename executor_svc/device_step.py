@@ -224,6 +224,21 @@ class DeviceStep:
         assert inputs.last_at is not None
         return self._finish(inputs, slot, rows, hidden, hidden.index_select(0, inputs.last_at), status)
 
+    def run_padding(self, num_rows: int) -> None:
+        """A mixed step and a decode step that samples, of padding alone: whatever is made at the first use is made."""
+        device = self._state.length.device
+        rows = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+        self.body(rows, GraphShape(num_rows, 1, True))
+        at = torch.arange(num_rows, device=device)
+        inputs = StepInputs(
+            rows, 1, SamplePlan(RowNeeds.RANDOM), token_at=at, token_ids=at.new_zeros(num_rows),
+            positions=at.new_zeros(num_rows), last_at=at, chunks=(Chunk(0, 0, 1, 0),),
+            chunk_columns=at.new_tensor([[0], [0], [1], [0]]),
+        )  # fmt: skip
+        if num_rows > 1:
+            inputs.decode_tokens = inputs.decode_at = at[1:].clone()
+        self.run(inputs, at.new_zeros(2, num_rows), None)
+
     def needs_beyond_graph(self, plan: SamplePlan) -> bool:
         return bool(plan.needs & _BEYOND_GRAPH)
 

@@ -34,12 +34,12 @@ _PROGRAMS = 528
 _MAX_SPLITS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def decode_kernel(
     q, keys, values, block_tables, lengths, rows, index, out, parts, stats,
-    q_stride, table_stride, scale,
+    q_stride, table_stride, num_parts, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, HAS_INDEX: tl.constexpr,
+    IS_SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, HAS_INDEX: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See decode_attention."""
@@ -57,7 +57,7 @@ def decode_kernel(
         high = tl.minimum((split + 1) * SPLIT_TOKENS, length)
     else:
         first = begin // TILE
-        share = tl.cdiv(tl.cdiv(length, TILE) - first, SPLITS) * TILE
+        share = tl.cdiv(tl.cdiv(length, TILE) - first, num_parts) * TILE
         low = first * TILE + split * share
         high = tl.minimum(low + share, length)
 
@@ -82,36 +82,37 @@ def decode_kernel(
         value = load_tile(values, places, is_there, dims, DIM, True)
         accumulated, top, total = take_tile(scores, value, accumulated, top, total)
 
-    if SPLITS == 1:
-        result = divided(accumulated, total)
-        place = out + token.to(tl.int64) * (KV_HEADS * GROUP * DIM) + own
-        tl.store(place, result.to(out.dtype.element_ty), mask=is_real)
-    else:
-        part = (at.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + group) * SPLITS + split
+    if IS_SPLIT:
+        part = (at.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + group) * num_parts + split
         tl.store(stats + part * 2, top, mask=group < GROUP)
         tl.store(stats + part * 2 + 1, total, mask=group < GROUP)
         # An empty part has no sum; nobody reads one.
         tl.store(parts + part[:, None] * DIM + dims[None, :], accumulated, mask=is_real & (low < high))
+    else:
+        result = divided(accumulated, total)
+        place = out + token.to(tl.int64) * (KV_HEADS * GROUP * DIM) + own
+        tl.store(place, result.to(out.dtype.element_ty), mask=is_real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def join_kernel(
-    out, parts, stats, index,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, FIXED: tl.constexpr, HAS_INDEX: tl.constexpr,
-    D: tl.constexpr, S: tl.constexpr,
+    out, parts, stats, index, num_parts,
+    HEADS: tl.constexpr, DIM: tl.constexpr, FIXED: tl.constexpr, HAS_INDEX: tl.constexpr,
+    D: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
+    """See decode_attention. MAX_PARTS: of an even split."""
     head, at = tl.program_id(0), tl.program_id(1)
     token = at
     if HAS_INDEX:
         token = tl.load(index + at)
     dims = tl.arange(0, D)
-    first = (at.to(tl.int64) * HEADS + head) * SPLITS
+    first = (at.to(tl.int64) * HEADS + head) * num_parts
     if FIXED:
         accumulated = tl.zeros([1, D], tl.float32)
         top = tl.full([1], LOWEST, tl.float32)
         total = tl.zeros([1], tl.float32)
         one = tl.arange(0, 1)
-        for split in range(SPLITS):
+        for split in tl.range(0, num_parts):
             part_total = tl.load(stats + (first + split) * 2 + 1 + one)
             part_top = tl.load(stats + (first + split) * 2 + one)
             is_read = (part_total != 0)[:, None] & (dims < DIM)[None, :]
@@ -119,9 +120,9 @@ def join_kernel(
             accumulated, top, total = take_part(accumulated, top, total, part, part_top, part_total)
         result = divided(accumulated, total)
     else:
-        splits = tl.arange(0, S)
-        totals = tl.load(stats + (first + splits) * 2 + 1, mask=splits < SPLITS, other=0.0)
-        tops = tl.load(stats + (first + splits) * 2, mask=splits < SPLITS, other=LOWEST)
+        splits = tl.arange(0, MAX_PARTS)
+        totals = tl.load(stats + (first + splits) * 2 + 1, mask=splits < num_parts, other=0.0)
+        tops = tl.load(stats + (first + splits) * 2, mask=splits < num_parts, other=LOWEST)
         is_read = (totals != 0)[:, None] & (dims < DIM)[None, :]
         sums = tl.load(parts + (first + splits)[:, None] * DIM + dims[None, :], mask=is_read, other=0.0)
         weights = tl.exp2(tops - tl.max(tops, 0))
@@ -143,7 +144,7 @@ class DecodeSplit:
 def even_split(batch: int, kv_heads: int, max_length: int) -> DecodeSplit:
     """Enough programs for a large GPU, but no parts of fewer than 128 keys where a sequence is at its longest.
 
-    A power of two, so that few kernels are compiled. The batch alone decides: `max_length` is what a row can ever hold.
+    The batch alone decides: `max_length` is what a row can ever hold.
     """
     parts = 1
     while parts < _MAX_SPLITS and 2 * parts * batch * kv_heads <= _PROGRAMS and 256 * parts <= max_length:
@@ -206,14 +207,14 @@ def decode_attention(
     decode_kernel[(kv_heads, split.parts, batch)](
         q, keys, values, block_tables, lengths, rows, rows if index is None else index, out,
         workspace.parts, workspace.stats,
-        q.stride(0), block_tables.stride(0), scale * LOG2_E,
+        q.stride(0), block_tables.stride(0), split.parts, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=block_size, WINDOW=window,
-        SPLITS=split.parts, SPLIT_TOKENS=split.tokens, HAS_INDEX=index is not None,
+        IS_SPLIT=split.parts > 1, SPLIT_TOKENS=split.tokens, HAS_INDEX=index is not None,
         M=max(16, triton.next_power_of_2(group)), D=padded, TILE=tile_keys(dim, q.dtype), STAGES=5, num_warps=4,
     )  # fmt: skip
     if split.parts > 1:
         join_kernel[(heads, batch)](
-            out, workspace.parts, workspace.stats, rows if index is None else index,
-            HEADS=heads, DIM=dim, SPLITS=split.parts, FIXED=split.tokens > 0, HAS_INDEX=index is not None,
-            D=padded, S=triton.next_power_of_2(split.parts), num_warps=4,
+            out, workspace.parts, workspace.stats, rows if index is None else index, split.parts,
+            HEADS=heads, DIM=dim, FIXED=split.tokens > 0, HAS_INDEX=index is not None,
+            D=padded, MAX_PARTS=_MAX_SPLITS, num_warps=4,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from executor_svc.buffers import RowState
 # Logits a program looks at at once.
 _BLOCK = 4096
 _PROGRAMS = 264
+_MAX_PARTS = 64
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -31,18 +32,18 @@ FLOATS, SEED, TOP_K, INTS = tl.constexpr(6), tl.constexpr(0), tl.constexpr(1), t
 FAILED, FINE = tl.constexpr(0), tl.constexpr(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def best_kernel(
-    logits, rows, floats, counts, in_prompt, penalised, best, best_at, finite,
-    VOCAB: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK: tl.constexpr,
+    logits, rows, floats, counts, in_prompt, penalised, best, best_at, finite, num_parts, share,
+    VOCAB: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One part of one row's vocabulary. Writes its largest logit, where that is, and whether all are finite."""
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + at)
     top = tl.full([], float("-inf"), tl.float32)
-    top_at = part * SHARE
+    top_at = part * share
     is_finite = tl.full([], 1, tl.int32)
-    for start in tl.range(part * SHARE, (part + 1) * SHARE, BLOCK):
+    for start in tl.range(part * share, (part + 1) * share, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         is_there = ids < VOCAB
         value = tl.load(logits + at * VOCAB + ids, mask=is_there, other=0.0).to(tl.float32)
@@ -60,9 +61,9 @@ def best_kernel(
         highest, place = tl.max(value, 0, return_indices=True)
         top_at = tl.where(highest > top, start + place, top_at)
         top = tl.maximum(top, highest)
-    tl.store(best + at * PARTS + part, top)
-    tl.store(best_at + at * PARTS + part, top_at)
-    tl.store(finite + at * PARTS + part, is_finite)
+    tl.store(best + at * num_parts + part, top)
+    tl.store(best_at + at * num_parts + part, top_at)
+    tl.store(finite + at * num_parts + part, is_finite)
 
 
 @triton.jit
@@ -113,17 +114,17 @@ def above(logits, key, temperature, top, VOCAB: tl.constexpr, BLOCK: tl.constexp
     return count, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def draw_kernel(
-    logits, rows, lengths, floats, ints, best, finite, drawn,
-    VOCAB: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    logits, rows, lengths, floats, ints, best, finite, drawn, num_parts,
+    VOCAB: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: writes the token drawn, or -1 for a row that takes the most likely one."""
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
-    parts = tl.arange(0, P)
-    highest = tl.max(tl.load(best + at * PARTS + parts, mask=parts < PARTS, other=float("-inf")), 0)
-    is_finite = tl.min(tl.load(finite + at * PARTS + parts, mask=parts < PARTS, other=1), 0) > 0
+    parts = tl.arange(0, MAX_PARTS)
+    highest = tl.max(tl.load(best + at * num_parts + parts, mask=parts < num_parts, other=float("-inf")), 0)
+    is_finite = tl.min(tl.load(finite + at * num_parts + parts, mask=parts < num_parts, other=1), 0) > 0
     temperature = tl.load(floats + row * FLOATS + TEMPERATURE)
     token = tl.full([], -1, tl.int64)
     if (temperature > 0) & is_finite:
@@ -182,24 +183,25 @@ def draw_kernel(
     tl.store(drawn + at, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "pad_row"])
 def commit_kernel(
     rows, status, best, best_at, finite, drawn, tokens, out_status, last_token, lengths, dead, counts, pad_row,
-    VOCAB: tl.constexpr, PARTS: tl.constexpr, IS_RANDOM: tl.constexpr, HAS_PENALTIES: tl.constexpr, P: tl.constexpr,
+    num_parts,
+    VOCAB: tl.constexpr, IS_RANDOM: tl.constexpr, HAS_PENALTIES: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One row: the token, its status, and the row's state for the next step; padding keeps its own."""
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
-    parts = tl.arange(0, P)
-    is_part = parts < PARTS
-    tops = tl.load(best + at * PARTS + parts, mask=is_part, other=float("-inf"))
+    parts = tl.arange(0, MAX_PARTS)
+    is_part = parts < num_parts
+    tops = tl.load(best + at * num_parts + parts, mask=is_part, other=float("-inf"))
     # Of equal logits the first counts: parts lie in order, and a part names its first.
     part = tl.argmax(tops, 0)
-    token = tl.load(best_at + at * PARTS + part).to(tl.int64)
+    token = tl.load(best_at + at * num_parts + part).to(tl.int64)
     if IS_RANDOM:
         chosen = tl.load(drawn + at)
         token = tl.where(chosen >= 0, chosen, token)
-    is_finite = tl.min(tl.load(finite + at * PARTS + parts, mask=is_part, other=1), 0) > 0
+    is_finite = tl.min(tl.load(finite + at * num_parts + parts, mask=is_part, other=1), 0) > 0
     own = tl.load(status + at)
     own = tl.where((own == FINE) & (is_finite == 0), FAILED, own)
     tl.store(tokens + at, token)
@@ -233,7 +235,7 @@ def sample_step(
     device = logits.device
     blocks = -(-vocab // _BLOCK)
     parts = 1
-    while 2 * parts * count <= _PROGRAMS and 2 * parts <= blocks:
+    while parts < _MAX_PARTS and 2 * parts * count <= _PROGRAMS and 2 * parts <= blocks:
         parts *= 2
     share = -(-blocks // parts) * _BLOCK
     best = torch.empty(count, parts, dtype=torch.float32, device=device)
@@ -246,18 +248,18 @@ def sample_step(
         counts, in_prompt = state.ensure_penalties()
         penalised = torch.empty(count, vocab, dtype=torch.float32, device=device)
     best_kernel[(count, parts)](
-        logits, rows, state.floats, counts, in_prompt, penalised, best, best_at, finite,
-        VOCAB=vocab, PARTS=parts, SHARE=share, HAS_PENALTIES=has_penalties, BLOCK=_BLOCK, num_warps=8,
+        logits, rows, state.floats, counts, in_prompt, penalised, best, best_at, finite, parts, share,
+        VOCAB=vocab, HAS_PENALTIES=has_penalties, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     if is_random:
         draw_kernel[(count,)](
-            penalised, rows, state.length, state.floats, state.ints, best, finite, drawn,
-            VOCAB=vocab, PARTS=parts, P=triton.next_power_of_2(parts), BLOCK=_BLOCK, num_warps=16,
+            penalised, rows, state.length, state.floats, state.ints, best, finite, drawn, parts,
+            VOCAB=vocab, MAX_PARTS=_MAX_PARTS, BLOCK=_BLOCK, num_warps=16,
         )  # fmt: skip
     commit_kernel[(count,)](
         rows, status, best, best_at, finite, drawn, tokens, out_status,
-        state.last_token, state.length, state.dead, counts, state.pad_row,
-        VOCAB=vocab, PARTS=parts, IS_RANDOM=is_random, HAS_PENALTIES=has_penalties,
-        P=triton.next_power_of_2(parts), num_warps=1,
+        state.last_token, state.length, state.dead, counts, state.pad_row, parts,
+        VOCAB=vocab, IS_RANDOM=is_random, HAS_PENALTIES=has_penalties, MAX_PARTS=_MAX_PARTS,
+        num_warps=1,
     )  # fmt: skip
     return tokens, out_status

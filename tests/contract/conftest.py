@@ -1,6 +1,8 @@
 """One thread per operation, and the environment of exact numerics where torch is not loaded yet."""
 
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -46,6 +48,9 @@ INTERPRETED = {
 }
 
 
+CAN_INTERPRET = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not _is_left_out(item)]
 
@@ -59,6 +64,8 @@ def _is_left_out(item: pytest.Item) -> bool:
 def make(request: pytest.FixtureRequest) -> Iterator[Makers]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if request.param == "triton" and not CAN_INTERPRET:
+        pytest.skip("needs Triton's interpreter")
     makers = Makers(request.param)
     yield makers
     makers.close()

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-import tests.interpreter  # noqa: F401 - kernels on the CPU
 from executor_svc.build import build_runner, make_device, make_ops
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.kernels_cpu.compile import NoKernels
@@ -20,7 +19,6 @@ from executor_svc.numerics import ExactOps, FastOps
 from executor_svc.runner import Runner
 from executor_svc.step_executor import StepExecutor
 from executor_svc.streams import Device
-from executor_svc.triton_ops import TritonOps
 from tests.contract.late_device import LateDevice
 from tests.fakes.toy_executor import ToyExecutor, toy_info
 
@@ -95,8 +93,8 @@ def tiny_runner(
 ) -> Runner:
     device = device or CpuDevice(threads=1)
     ops = make_ops(numerics, device.torch_device)
-    if numerics == "fast" and attention_backend == "triton":
-        ops = TritonOps()  # in the interpreter too
+    if attention_backend == "triton":
+        ops = interpreted(ops)
     return build_runner(
         tiny_model(ops, nan_token=nan_token, window=window, device=device.torch_device),
         ops=ops,
@@ -137,6 +135,14 @@ def native_runner(*, nan_token: bool = False) -> Runner:
         model_hash="tiny-0",
         eos_ids=(EOS,),
     )
+
+
+def interpreted(ops: FastOps | ExactOps) -> FastOps | ExactOps:
+    """What goes with the kernels on a CPU too, where Triton's interpreter runs them; loads triton."""
+    import tests.interpreter  # noqa: F401
+    from executor_svc.triton_ops import TritonOps
+
+    return ops if isinstance(ops, ExactOps) else TritonOps()
 
 
 def tiny_toy(*, nan_token: bool = False) -> ToyExecutor:

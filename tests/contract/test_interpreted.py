@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.contract.conftest import CAN_INTERPRET
 from tests.contract.driver import Driver, Options
 from tests.contract.executors import Maker
 from tests.contract.test_tokens_stand import GREEDY, requests
@@ -11,6 +12,7 @@ from tests.contract.test_tokens_stand import GREEDY, requests
 FEW = [replace(request, sampling=replace(request.sampling, max_tokens=3)) for request in requests(GREEDY, count=3)]
 
 
+@pytest.mark.skipif(not CAN_INTERPRET, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("kind", ["triton", "triton exact"])
 def test_tokens_are_those_of_the_other_backends(kind: str) -> None:
     """In another batch, in chunks, preempted, on blocks with a past; both numerics have the one answer here."""

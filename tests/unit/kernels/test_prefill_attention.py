@@ -49,7 +49,7 @@ CASES: dict[str, tuple[list[int], int, int, int, int, int, Work, torch.dtype]] =
     "whole prompts": ([1, 33, 70], 4, 2, 64, 16, 0, [(0, 0, 1), (1, 0, 33), (2, 0, 70)], torch.float32),
     "cached prefix": ([200], 4, 1, 64, 8, 0, [(0, 130, 70)], torch.float32),
     "behind a tile's edge": ([192], 2, 2, 128, 32, 0, [(0, 127, 65)], torch.float32),
-    "mixed with decodes": (
+    "mixed": (
         [50, 90],
         2,
         1,
