@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Iterator
 
-from common.messages import Hello, Sampling, Welcome, u32
+from common.messages import ExecutorInfo, Hello, Sampling, Welcome, u32
 from common.model_files.catalog import resolve
 from executor_svc.config import ExecutorConfig
 from executor_svc.environment import prepare_environment
@@ -13,6 +13,8 @@ from executor_svc.step_executor import StepExecutor
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.messages import Submit
+from scheduler_svc.simulate.modelled_executor import ModelledExecutor
+from scheduler_svc.simulate.step_model import Cost, Shape, StepModel
 
 Line = dict[str, object]
 
@@ -35,6 +37,15 @@ def steps_of(executor: StepExecutor, levels: tuple[int, ...], seconds: float, lo
     start = core.begin_epoch(executor_id)
     executor.begin_epoch(Hello(bytes(16), start.epoch, 1, 0, 0))
     core.executor_up(executor_id, start.epoch, Welcome(executor.incarnation, executor.info, 1, False, 0, 0), 0)
+    counting = ModelledExecutor(
+        StepModel(
+            name="none",
+            origin="derived",
+            costs=(Cost(base_us=1.0),),
+            executor=shape_of(executor.info),
+            conditions={},
+        )
+    )
     submits = _submits(executor.info.vocab_size, longest)
     found: list[Line] = []
     for level in levels:
@@ -44,12 +55,9 @@ def steps_of(executor: StepExecutor, levels: tuple[int, ...], seconds: float, lo
                 core.submit(next(submits), 0)
             record = core.schedule(executor_id, 0)
             assert record is not None
-            rows = core.executors[executor_id].rows
-            plan = record.plan
-            context = int((rows.high[plan.decode_rows] - 1).sum())
-            context += int(plan.prefill_starts.sum()) + int(plan.prefill_counts.sum())
+            context = counting.execute(record.plan, 0).context_tokens
             begin = time.process_time_ns()
-            result = executor.execute(plan, 0).wait()
+            result = executor.execute(record.plan, 0).wait()
             spent = time.process_time_ns() - begin
             core.update(executor_id, result, 0)
             if record.decode_tokens + record.prefill_tokens:
@@ -62,6 +70,10 @@ def steps_of(executor: StepExecutor, levels: tuple[int, ...], seconds: float, lo
                     }
                 )
     return found
+
+
+def shape_of(info: ExecutorInfo) -> Shape:
+    return Shape(**{name: getattr(info, name) for name in Shape.model_fields})
 
 
 def _submits(vocab: int, longest: tuple[int, int]) -> Iterator[Submit]:

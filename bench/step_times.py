@@ -81,7 +81,11 @@ async def record(address: str, executor: str, load: Load) -> Recorded:
         finally:
             watching.cancel()
     steps = measured(seen, info.num_blocks, info.block_size)
-    return Recorded(_conditions(info, load, "device work and the gap before it, pipeline full"), _shape(info), steps)
+    return Recorded(
+        _conditions(info, load, "device work and the gap before it, pipeline full"),
+        executor_steps.shape_of(info),
+        steps,
+    )
 
 
 async def _drive(stub: "rpc.InferenceAsyncStub", load: Load, vocab: int, most: int, context: int) -> None:
@@ -105,7 +109,9 @@ def alone(load: Load) -> Recorded:
     info = executor.info
     levels = tuple(level for level in CONCURRENCY if level <= info.max_num_seqs)
     steps = executor_steps.steps_of(executor, levels, load.seconds / len(levels), (load.prompt, load.output))
-    return Recorded(_conditions(info, load, "CPU time of one thread, the executor alone"), _shape(info), steps)
+    return Recorded(
+        _conditions(info, load, "CPU time of one thread, the executor alone"), executor_steps.shape_of(info), steps
+    )
 
 
 def _conditions(info: ExecutorInfo, load: Load, what: str) -> dict[str, str | int | float]:
@@ -114,10 +120,6 @@ def _conditions(info: ExecutorInfo, load: Load, what: str) -> dict[str, str | in
         "concurrency": "1 to 64, growing", "prompt_tokens": f"8 to {load.prompt}",
         "output_tokens": f"8 to {load.output}", "seconds": load.seconds, "commit": commit(),
     }  # fmt: skip
-
-
-def _shape(info: ExecutorInfo) -> Shape:
-    return Shape(**{name: getattr(info, name) for name in Shape.model_fields})
 
 
 def measured(seen: list[admin_pb.WatchStepsResponse], num_blocks: int, block_size: int) -> list[dict[str, object]]:
