@@ -68,6 +68,11 @@ class Submit:
     trace_context: bytes = b""
     children: tuple[Child, ...] = ()
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Of all choices, in their order."""
+        return (self.key, *(child.key for child in self.children))
+
 
 @dataclass(frozen=True, slots=True)
 class Cancel:

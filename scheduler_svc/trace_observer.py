@@ -74,7 +74,7 @@ class TracingObserver:
     # ----------------------------------------------------------------------------------------------------- requests
 
     def on_submit(self, request: Submit, now_ns: int) -> None:
-        self._live.update((request.key, *(child.key for child in request.children)))
+        self._live.update(request.keys)
         if not request.trace_context:
             return
         context = unpack(request.trace_context)

@@ -137,11 +137,9 @@ class ApiWorker:
         `states`: one for each choice, as the streams returned, each of which must come to `close`, whatever happens.
         """
         self._port.send(request)
-        keys = (request.key, *(child.key for child in request.children))
         bell = Bell()
-        streams = [
-            RequestStream(key, state, request.deadline_ns, bell) for key, state in zip(keys, states, strict=True)
-        ]
+        pairs = zip(request.keys, states, strict=True)
+        streams = [RequestStream(key, state, request.deadline_ns, bell) for key, state in pairs]
         self._streams.update((stream.key, stream) for stream in streams)
         return streams
 

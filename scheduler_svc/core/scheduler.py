@@ -194,7 +194,7 @@ class Scheduler:
             raise Draining("the server is draining and takes no more requests")
         if not infos:
             raise Unavailable("no executor was ever connected", retry_after_ms=DEFAULT_RETRY_MS)
-        keys = [request.key, *(child.key for child in request.children)]
+        keys = request.keys
         if request.request_id in self._keys or not self._live.keys().isdisjoint(keys):
             raise DuplicateRequest(f"a request with id {request.request_id!r} is live", field="request_id")
         for info in infos:

@@ -55,7 +55,7 @@ class MetricsObserver(NoObserver):
         self._cohorts: dict[tuple[int, int], _Cohort] = {}  # by executor and worker
 
     def on_submit(self, request: Submit, now_ns: int) -> None:
-        self._arrival_ns[request.key] = request.arrival_ns
+        self._arrival_ns.update(dict.fromkeys(request.keys, request.arrival_ns))
 
     def on_end(self, key: int, reason: FinishReason | None, error: str, now_ns: int) -> None:
         if reason is not None:

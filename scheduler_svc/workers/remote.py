@@ -120,9 +120,7 @@ class RemoteWorker:
             self._engine.take(requests)
 
     def _owns(self, message: Submit | Cancel | Finish) -> bool:
-        keys = (
-            [message.key, *(child.key for child in message.children)] if isinstance(message, Submit) else [message.key]
-        )
+        keys = message.keys if isinstance(message, Submit) else (message.key,)
         return all(key >> WORKER_SHIFT == self.worker_id for key in keys)
 
     def _drop(self, why: str) -> None:

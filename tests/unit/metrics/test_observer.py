@@ -1,13 +1,14 @@
 """Times of tokens, whatever way requests take; and nothing kept of those that have ended."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from common.messages import Sampling, StepPlan, StepResult, Timings, u32
 from scheduler_svc.core.outcome import StepOutcome
-from scheduler_svc.messages import FinishReason, Submit, TokenBatch
+from scheduler_svc.messages import Child, FinishReason, Submit, TokenBatch
 from scheduler_svc.metrics.observer import MetricsObserver
 from scheduler_svc.observer import StepRecord
 
@@ -148,3 +149,14 @@ def test_steps_are_counted_by_executor() -> None:
     first, second = feed.seen.executors[0], feed.seen.executors[1]
     assert (first.decode_tokens, first.prefill_tokens, second.decode_tokens) == (4, 16, 2)
     assert first.device.sum_s == pytest.approx(0.004) and first.turn.sum_s == pytest.approx(0.010)
+
+
+def test_each_choice_of_a_request_is_timed() -> None:
+    feed = Feed()
+    feed.seen.on_submit(replace(submit(1, 0), children=(Child(2, 5), Child(3, 6))), 0)
+    feed.step(10, [1])
+    feed.step(14, [1, 2, 3])
+    assert feed.first() == (3, 38.0) and feed.between() == (1, 4.0)
+    for key in (1, 2, 3):
+        feed.seen.on_end(key, FinishReason.EOS, "", 20 * MS)
+    assert feed.seen.duration.count == 3
