@@ -77,7 +77,9 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """requests share cached prefixes only when their salts are equal."""
     tenant: _builtins.str
-    """on whose account, where the policy is "fair". Empty: the default tenant. <= 128 bytes."""
+    """On whose account (policy "fair", isolate_tenants). Taken as given: who authenticates callers sets it. Empty: the
+    default tenant. <= 128 bytes.
+    """
     n: _builtins.int
     """Completions of this one prompt, 1 to 64; unset: 1. Choice 0 is what n = 1 would give; choice i > 0 is what n = 1
     would give with the seed told in its `started`, splitmix64(seed, i). They share the prompt's KV blocks. Prompt
