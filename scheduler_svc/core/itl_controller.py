@@ -26,8 +26,9 @@ class ItlController:
 
     Stability. Say base is wrong by e (true A = base + e) and the true cost of a token is C. A step of p tokens makes
     token_ns (A + C·p − base)/p, so the next budget is p' = K·p/(e + C·p) with K = margin × target − base. It rests at
-    A + C·p = margin × target, whatever e, and there dp'/dp = e/K: for |e| < K errors shrink from step to step, and
-    gain 0.1 of the averages widens that to −e < 19·K, which holds whenever decoding alone keeps the margin.
+    A + C·p = margin × target, whatever e, and there dp'/dp = e/K. With the averages' gain of 0.1 an error is multiplied
+    by 1 − 0.1·(1 − e/K) in each step: it shrinks for −19·K < e < K. The right side says that decoding alone keeps the
+    margin; a base that is too long beyond the left one is corrected by StepTimes itself.
 
     A target that decoding alone does not keep can not be held: the budget is then MIN_BUDGET, for prompts never stand
     still.
@@ -52,7 +53,9 @@ class ItlController:
         return int(max(MIN_BUDGET, min(self._max_budget, tokens)))
 
     def update(self, prefill_tokens: int, decode_tokens: int, duration_ns: int) -> None:
-        """A step took `duration_ns` from the result before it, or from its plan where the executor was idle."""
-        if decode_tokens and prefill_tokens >= _FULL * self.budget:
+        """A step took `duration_ns` from the result before it, or from its plan where the executor was idle. Only steps
+        that the budget could have shortened say something of the margin."""
+        budget = self.budget
+        if decode_tokens and budget > MIN_BUDGET and prefill_tokens >= _FULL * budget:
             over = duration_ns > self._target_ns
             self._margin = max(MIN_MARGIN, min(1.0, self._margin * exp(_MARGIN_GAIN * (_SHARE_OVER - over))))

@@ -9,7 +9,8 @@ class StepTimes:
     being thrown off by one odd step (at most four times what was expected counts). 0: not measured yet.
 
     base_ns is learnt from steps that only decode. What it misses, because there were none lately or the batch has
-    changed, token_ns takes over, so that a step like the last ones is foretold rightly all the same.
+    changed, token_ns takes over, so that a step like the last ones is foretold rightly all the same. A step that is
+    shorter than base_ns in spite of its prefill shows that base_ns is too long, and tells nothing of token_ns.
     """
 
     __slots__ = ("base_ns", "token_ns")
@@ -22,8 +23,8 @@ class StepTimes:
         expected = self.base_ns + self.token_ns * prefill_tokens
         known = self.token_ns if prefill_tokens else self.base_ns
         duration = min(float(duration_ns), _CLIP * expected) if known else float(duration_ns)
-        if prefill_tokens:
-            found = max(0.0, duration - self.base_ns) / prefill_tokens
+        if prefill_tokens and duration > self.base_ns:
+            found = (duration - self.base_ns) / prefill_tokens
             self.token_ns = self.token_ns + _GAIN * (found - self.token_ns) if self.token_ns else found
         else:
             self.base_ns = self.base_ns + _GAIN * (duration - self.base_ns) if self.base_ns else duration

@@ -100,6 +100,21 @@ def test_a_batch_that_grows_and_shrinks() -> None:
     assert np.mean(tokens[1500:]) >= 0.75 * most
 
 
+def test_a_batch_that_was_too_large_for_the_target_does_not_leave_the_budget_low_for_ever() -> None:
+    """All steps carry prefill, so none tells how short decoding alone has become."""
+    device = Device(decode_ms=0.1)
+    took, tokens = _drive(
+        device,
+        30.0,
+        6000,
+        decodes=lambda step: 300 if step < 1000 else 8,
+        wanted=lambda step: 0 if step < 100 else 1 << 30,
+    )
+    assert set(tokens[200:990]) == {MIN_BUDGET}
+    assert np.mean(tokens[1100:]) >= 0.8 * device.most_tokens(30.0, 8)
+    assert (np.array(took[1000:]) > 30.0).mean() <= 0.01
+
+
 def test_prompts_in_bursts_between_steps_that_only_decode() -> None:
     device = Device(sigma=0.08)
     took, _ = _drive(device, 25.0, 20000, wanted=lambda step: 1 << 30 if step % 40 < 12 else 0)
