@@ -6,7 +6,8 @@
 A real scheduler with its workers, over real connections, around an executor whose steps take a fixed time, such that
 all streams together get --rate tokens a second: every step brings one token to each stream, all at once. Text is
 detokenised. CPU is that of the processes between two moments in which all streams run; a token's delay runs from the
-moment its step's result was made in the executor to its arrival in the client.
+moment its step's result was made in the executor to its arrival in the client. A handler that only writes bytes to as
+many streams is measured beside it: what grpc alone costs, on this machine, now.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -123,55 +124,83 @@ def wait_ready(targets: Sequence[str]) -> None:
                 time.sleep(0.05)
 
 
+class Place:
+    """A directory with processes that end with it."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self.path = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+    def start(self, tag: str, module: str, *args: object) -> tuple[subprocess.Popen[bytes], Path]:
+        """The process and its log."""
+        log = self.path / f"{tag}.log"
+        return self._stack.enter_context(child(module, *map(str, args), log=log)), log
+
+
 def run_case(case: Case, clients: int) -> Outcome:
     """One scheduler, one executor and `clients` load processes (for each worker, if there are more of these)."""
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        where = Path(name)
-
-        def start(tag: str, *args: str) -> tuple[subprocess.Popen[bytes], Path]:
-            log = where / f"{tag}.log"
-            return stack.enter_context(child(*args, log=log)), log
-
-        executor_file, api_file = where / "executor", where / "api"
+    with contextlib.ExitStack() as stack:
+        place = Place(stack)
+        executor_file, api_file = place.path / "executor", place.path / "api"
         service = "bench.streaming_service"
-        executor, log = start("executor", service, "executor", str(case.streams), str(case.step_ns), str(executor_file))
+        executor, log = place.start("executor", service, "executor", case.streams, case.step_ns, executor_file)
         (executor_address,) = address(executor_file, executor, log)
-        scheduler, log = start(
+        scheduler, log = place.start(
             "scheduler", service, "scheduler", "--listen", "127.0.0.1:0", "--executors", executor_address,
-            "--address-file", str(api_file), "--api-workers", str(case.workers),
-            "--max-queued-requests", str(2 * case.streams), "--drain-s", "0",
+            "--address-file", api_file, "--api-workers", case.workers,
+            "--max-queued-requests", 2 * case.streams, "--drain-s", 0,
         )  # fmt: skip
         shared, *own = address(api_file, scheduler, log)
         targets = own or [shared]
         wait_ready(targets)
         core = psutil.Process(scheduler.pid)
-        workers = core.children()
-        per_target = max(1, clients // len(targets))
-        parts = len(targets) * per_target
-        outs = []
-        loads = []
-        for part in range(parts):
-            streams = case.streams // parts + (part < case.streams % parts)
-            outs.append(where / f"{part}.npy")
-            loads.append(
-                start(
-                    f"client-{part}", "bench.streaming_client", targets[part % len(targets)],
-                    str(CHANNELS // per_target), str(streams), str(case.max_tokens), str(part << 20), str(outs[-1]),
-                )
-            )  # fmt: skip
-        wait_running(targets[0], case.streams)
-        time.sleep(1.0)
-        start_ns, before = time.monotonic_ns(), [cpu_s(p) for p in (core, *workers)]
-        time.sleep(case.seconds)
-        end_ns, after = time.monotonic_ns(), [cpu_s(p) for p in (core, *workers)]
-        shares = []
-        for load, log in loads:
-            if load.wait(START_S) != 0:
-                raise RuntimeError(log.read_text())
-            shares.append(json.loads(log.read_text().splitlines()[-1])["cpu_share"])
-        rows = [np.load(out) for out in outs]
-    cpu = [b - a for a, b in zip(before, after, strict=True)]
-    return summarise(rows, start_ns, end_ns, cpu, max(shares))
+        processes = [core, *core.children()]
+        return measure(case, place, targets, processes, clients, lambda: wait_running(targets[0], case.streams))
+
+
+def run_bare(case: Case, clients: int) -> Outcome:
+    """The same load on a handler that does nothing but write."""
+    with contextlib.ExitStack() as stack:
+        place = Place(stack)
+        file = place.path / "bare"
+        server, log = place.start("bare", "bench.streaming_bare", case.streams, case.step_ns, case.max_tokens, file)
+        targets = address(file, server, log)
+        going = place.path / "running"
+        return measure(case, place, targets, [psutil.Process(server.pid)], clients, lambda: address(going, server, log))
+
+
+def measure(
+    case: Case,
+    place: Place,
+    targets: Sequence[str],
+    processes: Sequence[psutil.Process],
+    clients: int,
+    wait: Callable[[], object],
+) -> Outcome:
+    """Loads `targets` evenly; `wait` returns once all streams run. `processes`: the core, then its workers."""
+    per_target = max(1, clients // len(targets))
+    parts = len(targets) * per_target
+    loads = []
+    for part in range(parts):
+        streams = case.streams // parts + (part < case.streams % parts)
+        loads.append(
+            place.start(
+                f"client-{part}", "bench.streaming_client", targets[part % len(targets)], CHANNELS // per_target,
+                streams, case.max_tokens, part << 20, place.path / f"{part}.npy",
+            )
+        )  # fmt: skip
+    wait()
+    time.sleep(1.0)
+    start_ns, before = time.monotonic_ns(), [cpu_s(p) for p in processes]
+    time.sleep(case.seconds)
+    end_ns, after = time.monotonic_ns(), [cpu_s(p) for p in processes]
+    shares = []
+    for load, log in loads:
+        if load.wait(START_S) != 0:
+            raise RuntimeError(log.read_text())
+        shares.append(json.loads(log.read_text().splitlines()[-1])["cpu_share"])
+    rows = [np.load(place.path / f"{part}.npy") for part in range(parts)]
+    return summarise(rows, start_ns, end_ns, [b - a for a, b in zip(before, after, strict=True)], max(shares))
 
 
 def summarise(
@@ -225,9 +254,12 @@ def main() -> int:
     args = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     for streams in args.streams:
+        bare = run_bare(Case(0, streams, args.rate, args.seconds), args.clients).service_us_per_token
+        print(f"{streams} streams, a bare grpc handler: {bare} µs a token", flush=True)
+        found: dict[str, object] = {"bare_us_per_token": bare}
         for workers in args.workers:
             outcome = run_case(Case(workers, streams, args.rate, args.seconds), args.clients)
-            results.setdefault(str(streams), {})[str(workers)] = asdict(outcome)
+            found[str(workers)] = asdict(outcome)
             print(
                 f"{streams} streams, {workers} workers: core {outcome.core_us_per_token} µs,"
                 f" service {outcome.service_us_per_token} µs a token; delay p50 {outcome.delay_p50_ms},"
@@ -235,6 +267,7 @@ def main() -> int:
                 f" {outcome.tokens_per_s} tokens/s; clients at {outcome.client_cpu_share} of a CPU",
                 flush=True,
             )
+        results[str(streams)] = found
     if args.json:
         print(json.dumps({"conditions": conditions(args), "results": results}))
     return 0

@@ -195,6 +195,27 @@ def test_a_killed_executor_shows_in_the_request_it_interrupted(tmp_path: Path) -
     assert max(Counter(s.trace_id for s in spans).values()) <= 500
 
 
+def test_with_api_workers_a_request_is_one_trace_of_two_processes(tmp_path: Path) -> None:
+    """Its call in the worker, its queue and steps in the core."""
+    caller = new_trace()
+    with (
+        receiver(tmp_path) as collector,
+        services(tmp_path / "services", collector.endpoint, toy=True, flags=("--api-workers", "2")) as running,
+    ):
+        assert generate(running.address, caller, 20, 50) == 50
+        running.stop()
+        spans = collector.stop()
+    mine = of_caller(spans, caller)
+    (root,) = [s for s in mine if s.name == GENERATE]
+    children = [s for s in mine if s is not root]
+    assert root.parent_id == f"{caller.span_id:016x}" and {s.parent_id for s in children} == {root.span_id}
+    assert {"queue", "decode"} <= {s.name for s in children}
+    assert root.attributes["gen_ai.usage.output_tokens"] == "50"
+    core = {s.resource["service.instance.id"] for s in children}
+    assert len(core) == 1 and root.resource["service.instance.id"] not in core
+    assert {s.resource["service.instance.id"] for s in window_roots(spans)} == core
+
+
 @pytest.mark.parametrize("endpoint", ["", "http://127.0.0.1:1"], ids=["none", "dead"])
 def test_without_a_collector_all_works_and_stopping_takes_no_longer(tmp_path: Path, endpoint: str) -> None:
     """A dead collector costs each process 2 s at most (tests/unit/telemetry holds it to that); nothing may hang."""

@@ -69,7 +69,7 @@ def write_model(directory: Path) -> Path:
 class Services:
     """One executor and one scheduler process."""
 
-    def __init__(self, directory: Path, endpoint: str, *, toy: bool) -> None:
+    def __init__(self, directory: Path, endpoint: str, *, toy: bool, flags: Sequence[str] = ()) -> None:
         self._directory = directory
         model = write_model(directory / "model")
         sizes = ("--block-size", "16", "--num-blocks", "1024", "--max-num-seqs", "16")
@@ -79,7 +79,7 @@ class Services:
             self._executor = ("tests.fakes.toy_executor_main", *toy_model, *sizes, "--block-size", "128")
         else:
             self._executor = ("executor_svc", *sizes, "--model", str(model), "--device", "cpu", "--threads", "1")
-        self._scheduler = ("scheduler_svc", "--model", str(model), "--max-prefill-chunk", "16")
+        self._scheduler = ("scheduler_svc", "--model", str(model), "--max-prefill-chunk", "16", *flags)
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "STEPWIRE_"))}
         self._environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
         if endpoint:
@@ -120,7 +120,7 @@ class Services:
         deadline = time.monotonic() + READY_LIMIT_S
         while not address_file.exists():
             self._check(deadline)
-        return address_file.read_text().strip()
+        return address_file.read_text().split()[0]
 
     def _check(self, deadline: float) -> None:
         for name, process in self._running.items():
@@ -145,9 +145,10 @@ class Services:
 
 
 @contextlib.contextmanager
-def services(directory: Path, endpoint: str, *, toy: bool = False) -> Iterator[Services]:
+def services(directory: Path, endpoint: str, *, toy: bool = False, flags: Sequence[str] = ()) -> Iterator[Services]:
+    """`flags`: the scheduler's."""
     directory.mkdir(parents=True, exist_ok=True)
-    running = Services(directory, endpoint, toy=toy)
+    running = Services(directory, endpoint, toy=toy, flags=flags)
     try:
         running.start()
         yield running

@@ -1,0 +1,92 @@
+"""One api worker's process as the core holds it: never waited for, killed when it does not keep up."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+
+import numpy as np
+import psutil
+import pytest
+
+from common.messages import u32
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.engine_loop import EngineLoop
+from scheduler_svc.messages import TokenBatch
+from scheduler_svc.workers import remote
+from scheduler_svc.workers.control import Setup
+from scheduler_svc.workers.frames import signatures
+from scheduler_svc.workers.remote import RemoteWorker
+from tests.fakes.toy_executor import ToyExecutor
+from tests.integration.engine_harness import engine
+from tests.integration.protocol_harness import run, serving
+
+COMMAND = [sys.executable, "-P", "-m", "tests.fakes.toy_scheduler_main", "--worker"]
+
+
+def setup(signature: str = "") -> Setup:
+    config = SchedulerConfig(api_workers=1).model_dump_json()
+    return Setup(signature or signatures(), 7, 1, ("127.0.0.1:0",), config)
+
+
+@contextlib.asynccontextmanager
+async def started(loop: EngineLoop) -> AsyncIterator[tuple[RemoteWorker, psutil.Process]]:
+    """A worker that serves, and its process."""
+    before = set(psutil.Process().children())
+    worker = RemoteWorker(setup(), loop)
+    await worker.start(COMMAND)
+    (process,) = set(psutil.Process().children()) - before
+    try:
+        assert await worker.listening
+        yield worker, process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+        await worker.wait()
+
+
+def test_a_worker_that_leaves_too_much_unread_is_killed() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, engine(served.address) as (loop, _), started(loop) as started_:
+            worker, process = started_
+            process.suspend()
+            size = 100_000
+            column = u32(np.zeros(size, np.uint32))
+            batch = TokenBatch(np.zeros(size, np.uint64), column, u32(), np.zeros(size, np.uint8), column, {})
+            frames = 0
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                worker.deliver(batch)
+                frames += 1
+                await asyncio.sleep(0)
+            assert await worker.wait() == -9
+            worker.deliver(batch)
+            assert frames > 10, "some backlog is no reason"
+
+    run(main())
+
+
+def test_a_worker_that_answers_no_beats_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_UNANSWERED_BEATS", 5)
+
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, engine(served.address) as (loop, _), started(loop) as started_:
+            worker, process = started_
+            process.suspend()
+            for _ in range(5):
+                worker.beat(True)
+                assert process.status() == psutil.STATUS_STOPPED
+            worker.beat(True)
+            assert await worker.wait() == -9
+
+    run(main())
+
+
+def test_code_that_changed_on_disk_is_no_worker_of_a_running_core() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, engine(served.address) as (loop, _):
+            worker = RemoteWorker(setup("other"), loop)
+            await worker.start(COMMAND)
+            assert await worker.wait() == 2
+            assert not await worker.listening
+
+    run(main())
