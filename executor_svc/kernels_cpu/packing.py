@@ -138,8 +138,8 @@ def _pack_blocks(blocks: Sequence[Blocks], order: NDArray[np.int64], target: For
     if target is Format.INT8:
         parts = [tiles.reshape(panels, pieces, -1).view(np.uint8), scales]
     else:
-        halves = tiles.reshape(panels, pieces, 2, _TILE, 2, _TILE)
-        nibbles = halves[..., 0, :] | halves[..., 1, :] << 4
+        neighbours = tiles.reshape(panels, pieces, 2, _TILE // 2, 2, 2 * _TILE)
+        nibbles = neighbours[..., 0, :] | neighbours[..., 1, :] << 4
         minima = _per_column(_rows([b.minima for b in blocks if b.minima is not None], order))
         parts = [nibbles.reshape(panels, pieces, -1), scales, minima]
     out = _aligned(sum(part.size for part in parts))

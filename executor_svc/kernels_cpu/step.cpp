@@ -150,8 +150,10 @@ class Decoder {
 
  private:
   struct Member {
-    Member(const Shape& s, size_t deepest) : panel(deepest * kPanel), normed(kOwnRows * 2 * s.hidden), space(s.head_dim) {}
+    Member(const Shape& s, size_t deepest)
+        : panel(deepest * kPanel), normed(kOwnRows * 2 * s.hidden), sums(deepest / kTileDepth * kTile), space(s.head_dim) {}
     Buffer<bf16> panel, normed;
+    Buffer<float> sums;
     AttentionSpace space;
   };
 
@@ -246,8 +248,9 @@ class Decoder {
   // use(first row, number of rows, first column, values[rows][32]) for every part of matrix * x.
   template <typename Use>
   void multiply(const Matrix& matrix, const bf16* x, int rows, Member& me, const Use& use) {
+    if (matrix.format == kInt4 && rows <= kTile) sum_groups(x, matrix.depth, rows, me.sums.get());
     each(matrix.num_panels(), [&](int index) {
-      multiply_panel(matrix, index, x, rows, reinterpret_cast<uint8_t*>(me.panel.get()),
+      multiply_panel(matrix, index, x, me.sums.get(), rows, reinterpret_cast<uint8_t*>(me.panel.get()),
                      [&](int first, int count, const float* values) { use(first, count, index * kPanel, values); });
     });
   }
