@@ -1,7 +1,7 @@
 """What a step does on the device. Everything here runs on the COMPUTE stream, in the plans' order."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -56,6 +56,16 @@ class Model(Protocol):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class GreedyModel(Model, Protocol):
+    """A model that finds the most likely tokens without making logits."""
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: [N, hidden]. Returns the tokens int64 [N], of equal ones the least, and whether every logit of the
+        row is finite, bool [N]."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -314,20 +324,15 @@ class DeviceStep:
             slot[0, :count].fill_(0)
             slot[1, :count].copy_(status)
         elif sampling is None:
-            logits = self._model.logits(last)
-            tokens, status = self._choose(logits, rows, status, inputs.sample_plan)
+            tokens, status = self._pick(inputs, outputs, last, rows, status)
             slot[0, :count].copy_(tokens)
             slot[1, :count].copy_(status)
-            self._add_logprobs(outputs, inputs, logits, tokens)
         else:
             self._mark_dead(rows, status)
-            logits = self._model.logits(last.index_select(0, sampling))
-            tokens, chosen_status = self._choose(
-                logits, rows.index_select(0, sampling), status.index_select(0, sampling), inputs.sample_plan
-            )
+            own = (t.index_select(0, sampling) for t in (last, rows, status))
+            tokens, chosen_status = self._pick(inputs, outputs, *own)
             slot[0].index_copy_(0, sampling, tokens)
             slot[1, :count].copy_(status.index_copy(0, sampling, chosen_status))
-            self._add_logprobs(outputs, inputs, logits, tokens)
         if inputs.raw_tokens is not None:
             outputs.raw_logits = self._model.logits(hidden.index_select(0, inputs.raw_tokens))
         for wish in inputs.prompts:
@@ -350,6 +355,19 @@ class DeviceStep:
     def _mark_dead(self, rows: torch.Tensor, status: torch.Tensor) -> None:
         self._state.dead.index_copy_(0, rows, status == FAILED)
 
+    def _pick(
+        self, inputs: StepInputs, outputs: StepOutputs, last: torch.Tensor, rows: torch.Tensor, status: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and final status of the sampling rows, all of whose tensors these are; adds their logprobs."""
+        plan = inputs.sample_plan
+        if isinstance(self._model, GreedyModel) and not plan.needs and inputs.logprobs_at is None:
+            tokens, is_finite = self._model.greedy(last)
+            return tokens, self._settle(tokens, rows, status, is_finite, plan)
+        logits = self._model.logits(last)
+        tokens, status = self._choose(logits, rows, status, plan)
+        self._add_logprobs(outputs, inputs, logits, tokens)
+        return tokens, status
+
     def _choose(
         self, logits: torch.Tensor, rows: torch.Tensor, status: torch.Tensor, plan: SamplePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -357,11 +375,17 @@ class DeviceStep:
         if self._sample_step is not None and not plan.special:
             random, penalties = bool(plan.needs & RowNeeds.RANDOM), bool(plan.needs & RowNeeds.PENALTIES)
             return self._sample_step(logits, rows, status, self._state, is_random=random, has_penalties=penalties)
-        status = torch.where((status == FINE) & ~_is_finite(logits), FAILED, status)
-        self._mark_dead(rows, status)
         tokens = sample(logits, rows, self._state, plan)
+        return tokens, self._settle(tokens, rows, status, _is_finite(logits), plan)
+
+    def _settle(
+        self, tokens: torch.Tensor, rows: torch.Tensor, status: torch.Tensor, is_finite: torch.Tensor, plan: SamplePlan
+    ) -> torch.Tensor:
+        """Makes the tokens the rows' next inputs; returns the final status."""
+        status = torch.where((status == FINE) & ~is_finite, FAILED, status)
+        self._mark_dead(rows, status)
         commit(tokens, rows, self._state, plan)
-        return tokens, status
+        return status
 
     def _add_logprobs(
         self, outputs: StepOutputs, inputs: StepInputs, logits: torch.Tensor, tokens: torch.Tensor

@@ -156,6 +156,14 @@ class NativeDecoder:
         self.library.logits(self._handle, hidden.data_ptr(), hidden.shape[0], out.data_ptr())
         return out
 
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See GreedyModel."""
+        hidden = hidden.contiguous()
+        tokens = torch.empty(hidden.shape[0], dtype=torch.int64)
+        is_finite = torch.empty(hidden.shape[0], dtype=torch.bool)
+        self.library.greedy(self._handle, hidden.data_ptr(), hidden.shape[0], tokens.data_ptr(), is_finite.data_ptr())
+        return tokens, is_finite
+
     def spent(self) -> dict[str, int]:
         """Ticks of the time stamp counter by part of a step, since the last call."""
         return self.library.spent(self._handle)

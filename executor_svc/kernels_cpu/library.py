@@ -72,6 +72,7 @@ class Library:
         library.stepwire_destroy.argtypes = [c_void_p]
         library.stepwire_forward.argtypes = [c_void_p, POINTER(CStep)]
         library.stepwire_logits.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
+        library.stepwire_greedy.argtypes = [c_void_p, c_void_p, c_int, c_void_p, c_void_p]
         library.stepwire_spent.restype = None
         library.stepwire_spent.argtypes = [c_void_p, POINTER(c_uint64)]
         kind = library.stepwire_ready()
@@ -95,6 +96,10 @@ class Library:
 
     def logits(self, handle: int, hidden: int, rows: int, out: int) -> None:
         if self._library.stepwire_logits(handle, hidden, rows, out):
+            raise MemoryError("the CPU kernels could not allocate their buffers")
+
+    def greedy(self, handle: int, hidden: int, rows: int, tokens: int, is_finite: int) -> None:
+        if self._library.stepwire_greedy(handle, hidden, rows, tokens, is_finite):
             raise MemoryError("the CPU kernels could not allocate their buffers")
 
     def spent(self, handle: int) -> dict[str, int]:

@@ -78,6 +78,9 @@ static void run(Format format, int block_size, int window, int threads) {
     stepwire_forward(decoder, &step);
     std::vector<float> logits(count * vocab);
     stepwire_logits(decoder, out.data(), count, logits.data());
+    std::vector<int64_t> tokens(count);
+    std::vector<uint8_t> is_finite(count);
+    stepwire_greedy(decoder, out.data(), count, tokens.data(), is_finite.data());
     for (float value : logits) {
       if (!std::isfinite(value)) {
         fprintf(stderr, "not finite: format %d, %d tokens\n", format, count);

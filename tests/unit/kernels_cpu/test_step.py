@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from executor_svc.kernels_cpu.decoder import NativeDecoder
 from executor_svc.kernels_cpu.packing import Format
 from tests.unit.kernels_cpu.scene import Case, Scene, Side, Work, relative_error
 
@@ -69,6 +70,23 @@ def test_rows_in_company_of_any_number_stay_close_to_themselves_alone(format_: F
         if format_ is Format.DENSE:
             assert torch.equal(pieces[chunk], pieces[150]), chunk
         assert relative_error(pieces[chunk], pieces[150]) < CLOSE
+
+
+def test_the_most_likely_token_is_the_least_of_the_best() -> None:
+    scene = Scene(Case(format=Format.INT8))
+    side, tables = scene.native_side, scene.tables
+    model = side.model
+    assert isinstance(model, NativeDecoder)
+    side.step([Work(0, 0, [1])], tables)  # binds the model to its cache
+    hidden = torch.randn(40, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
+    hidden[7] = 0
+    hidden[9, 3] = torch.nan
+    hidden[11] = torch.inf
+    tokens, is_finite = model.greedy(hidden)
+    want = model.logits(hidden)
+    assert is_finite.tolist() == [row not in (9, 11) for row in range(40)]
+    assert tokens[is_finite].tolist() == want[is_finite].argmax(-1).tolist()
+    assert tokens[7] == 0
 
 
 def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:
