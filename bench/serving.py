@@ -27,19 +27,29 @@ from stepwire_client._gen.stepwire.v1 import inference_pb2_grpc as rpc
 
 @dataclass(frozen=True)
 class Workload:
-    """`concurrency` requests at once, `requests` in all, `prompt` tokens in, `output` tokens out, each."""
+    """`concurrency` requests at once, `requests` in all, `prompt` tokens in, `output` tokens out, each.
+
+    `intruder`: tokens of one more prompt, which arrives once all others decode; what they feel of it is the result.
+    """
 
     concurrency: int
     requests: int
     prompt: int
     output: int
+    intruder: int = 0
 
 
 WORKLOADS = {
     "W1": Workload(concurrency=1, requests=4, prompt=128, output=128),
     "W2": Workload(concurrency=8, requests=32, prompt=128, output=128),
     "W3": Workload(concurrency=32, requests=96, prompt=256, output=64),
+    "W4": Workload(concurrency=8, requests=8, prompt=128, output=160, intruder=2000),
 }
+
+
+# Tokens that each of the others has before the intruder comes, and tokens the intruder asks for.
+SETTLED = 32
+INTRUDER_OUTPUT = 4
 
 
 @dataclass
@@ -50,14 +60,17 @@ class Sample:
     arrivals: list[float] = field(default_factory=list)
 
 
-async def one(stub: "rpc.InferenceAsyncStub", load: Workload, vocab: int, rng: random.Random) -> Sample:
+async def one(
+    stub: "rpc.InferenceAsyncStub", load: Workload, vocab: int, rng: random.Random, sample: Sample | None = None
+) -> Sample:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[rng.randrange(1000, vocab) for _ in range(load.prompt)]),
         sampling=pb.SamplingParams(temperature=0),
         stop=pb.StopConditions(max_tokens=load.output, ignore_eos=True),
         output=pb.OutputOptions(detokenize=False),
     )
-    sample = Sample(time.perf_counter())
+    sample = sample or Sample(0.0)
+    sample.sent = time.perf_counter()
     async for response in stub.Generate(request):
         sample.arrivals += [time.perf_counter()] * len(response.delta.token_ids)
     if len(sample.arrivals) != load.output:
@@ -72,6 +85,8 @@ async def run(address: str, load: Workload, seed: int) -> tuple[pb.GetModelInfoR
         stub: rpc.InferenceAsyncStub = rpc.InferenceStub(channel)
         info = await stub.GetModelInfo(pb.GetModelInfoRequest())
         await one(stub, Workload(1, 1, load.prompt, 8), info.vocab_size, rng)
+        if load.intruder:
+            return info, *await with_intruder(stub, load, info.vocab_size, rng)
         left = load.requests
         samples: list[Sample] = []
 
@@ -84,6 +99,35 @@ async def run(address: str, load: Workload, seed: int) -> tuple[pb.GetModelInfoR
         start = time.perf_counter()
         await asyncio.gather(*(caller() for _ in range(load.concurrency)))
         return info, samples, time.perf_counter() - start
+
+
+async def with_intruder(
+    stub: "rpc.InferenceAsyncStub", load: Workload, vocab: int, rng: random.Random
+) -> tuple[list[Sample], float]:
+    """The intruder's sample comes last. Seconds: from its arrival to its last token."""
+    samples = [Sample(0.0) for _ in range(load.concurrency)]
+    others = [asyncio.ensure_future(one(stub, load, vocab, rng, sample)) for sample in samples]
+    while any(len(sample.arrivals) < SETTLED for sample in samples):  # noqa: ASYNC110 - samples tell nobody
+        await asyncio.sleep(0.005)
+    intruder = await one(stub, Workload(1, 1, load.intruder, INTRUDER_OUTPUT), vocab, rng)
+    await asyncio.gather(*others)
+    return [*samples, intruder], intruder.arrivals[-1] - intruder.sent
+
+
+def summarise_intrusion(samples: list[Sample], wall: float) -> dict[str, object]:
+    """Of the others: tokens that came, and gaps that lay, wholly or in part, while the intruder was served."""
+    *others, intruder = samples
+    begin, end = intruder.sent, intruder.sent + wall
+    gaps = [
+        b - a for s in others for a, b in zip(s.arrivals, s.arrivals[1:], strict=False) if a < end and b > begin
+    ]  # fmt: skip
+    count = sum(begin < at <= end for s in others for at in s.arrivals)
+    return {
+        "output_tokens_per_s": round(count / wall, 1),
+        "intruder_ttft_ms": round((intruder.arrivals[0] - intruder.sent) * 1000, 1),
+        "ttft": percentiles([s.arrivals[0] - s.sent for s in others]),
+        "itl": percentiles(gaps),
+    }
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -125,7 +169,7 @@ def main() -> int:
     for i in range(args.repeat):
         info, samples, wall = asyncio.run(run(args.address, load, args.seed + i))
         model = info.model
-        runs.append(summarise(samples, wall))
+        runs.append((summarise_intrusion if load.intruder else summarise)(samples, wall))
         if not args.json:
             print(f"{args.workload} run {i + 1}: {runs[-1]}", flush=True)
     after = resource.getrusage(resource.RUSAGE_SELF)

@@ -73,6 +73,7 @@ class Library:
         library.stepwire_forward.argtypes = [c_void_p, POINTER(CStep)]
         library.stepwire_logits.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
         library.stepwire_greedy.argtypes = [c_void_p, c_void_p, c_int, c_void_p, c_void_p]
+        library.stepwire_ticks.restype = c_uint64
         library.stepwire_spent.restype = None
         library.stepwire_spent.argtypes = [c_void_p, POINTER(c_uint64)]
         kind = library.stepwire_ready()
@@ -101,6 +102,10 @@ class Library:
     def greedy(self, handle: int, hidden: int, rows: int, tokens: int, is_finite: int) -> None:
         if self._library.stepwire_greedy(handle, hidden, rows, tokens, is_finite):
             raise MemoryError("the CPU kernels could not allocate their buffers")
+
+    def ticks(self) -> int:
+        """The time stamp counter now."""
+        return int(self._library.stepwire_ticks())
 
     def spent(self, handle: int) -> dict[str, int]:
         """Ticks of the time stamp counter by part since the last call, of the calling thread's share."""

@@ -446,6 +446,8 @@ API int stepwire_greedy(void* decoder, const uint16_t* hidden, int rows, int64_t
   return guarded([&] { static_cast<stepwire::Decoder*>(decoder)->greedy(hidden, rows, tokens, is_finite); });
 }
 
+API uint64_t stepwire_ticks() { return stepwire::ticks(); }
+
 // Ticks of products, attention, norms, rotary and head since the last call: uint64 [5].
 API void stepwire_spent(void* decoder, uint64_t* out) { static_cast<stepwire::Decoder*>(decoder)->take_spent(out); }
 }
