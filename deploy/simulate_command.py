@@ -20,7 +20,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.simulate.capacity import Capacity, Probe, find_capacity, parse_objective
 from scheduler_svc.simulate.fit import fit_steps, read_steps
 from scheduler_svc.simulate.lengths import parse_lengths
-from scheduler_svc.simulate.plots import capacity_plot, plots_of
+from scheduler_svc.simulate.plots import capacity_plot, check_available, plots_of
 from scheduler_svc.simulate.report import meaning, shown, write_report
 from scheduler_svc.simulate.results import Results, check_steps_path, conditions_of, results_of, write_steps
 from scheduler_svc.simulate.simulation import Setup, Simulation
@@ -78,6 +78,8 @@ def run(arguments: Sequence[str]) -> int:
     config = core_config(load_config(SchedulerConfig, rest).config)
     if args.steps is not None:
         check_steps_path(args.steps)
+    if args.out is not None:
+        check_available()
     model = _model(args)
     setup = Setup(args.num_executors, args.network_us, args.loop_us, args.seed)
     workload = _workload(args)

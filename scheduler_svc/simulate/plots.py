@@ -18,6 +18,19 @@ _QUANTILES: Final = (*range(0, 99, 2), 99, 99.5, 99.9)
 Series = Mapping[str, list[tuple[float, float]]]
 
 
+def check_available() -> None:
+    """Raises ConfigError when there can be no plots."""
+    _leather()
+
+
+def _leather() -> Any:
+    try:
+        import leather
+    except ImportError:
+        raise ConfigError("plots need the extra `simulate`: pip install leather", field="out") from None
+    return leather
+
+
 def plots_of(m: Measures, num_blocks: int) -> dict[str, str]:
     """File name to SVG."""
     steps = m.steps.rows()
@@ -114,11 +127,7 @@ def capacity_plot(capacity: Capacity) -> str:
 
 def line_chart(title: str, axes: tuple[str, str], series: Series, dots: bool = False) -> str:
     """An SVG document: the same series give the same bytes. Raises ConfigError without leather."""
-    try:
-        import leather
-    except ImportError:
-        raise ConfigError("plots need the extra `simulate`: pip install leather", field="out") from None
-    chart: Any = leather.Chart(title)
+    chart: Any = _leather().Chart(title)
     chart.add_x_axis(name=axes[0])
     chart.add_y_axis(name=axes[1])
     for (name, points), colour in zip(series.items(), cycle(_COLOURS)):

@@ -74,7 +74,6 @@ def results_of(simulation: Simulation, conditions: Mapping[str, object]) -> Resu
     duration = (int(m.last.max()) - int(m.arrival[m.arrival >= 0].min())) / _S if (m.last >= 0).any() else math.nan
     output = int(m.tokens.sum())
     lengths = (steps["end_ns"] - steps["start_ns"]) / _MS
-    executors = len({int(e) for e in np.unique(steps["executor"])}) or 1
     numbers: dict[str, float] = {
         "requests": len(m.trace),
         "finished": stats.requests_finished,
@@ -94,7 +93,9 @@ def results_of(simulation: Simulation, conditions: Mapping[str, object]) -> Resu
         "mean_sequences": float(steps["num_sequences"].mean()) if len(steps) else math.nan,
         "most_waiting": int(steps["waiting"].max(initial=0)),
         "least_free_blocks": int(steps["free_blocks"].min()) if len(steps) else math.nan,
-        "device_busy_share": float(lengths.sum()) / 1000 / executors / duration if duration else math.nan,
+        "device_busy_share": float(lengths.sum()) / 1000 / simulation.num_executors / duration
+        if duration
+        else math.nan,
     }
     tenants = _tenants(m)
     if m.tenants is not None:

@@ -95,6 +95,10 @@ class Simulation:
         return self._core.stats()
 
     @property
+    def num_executors(self) -> int:
+        return len(self._executors)
+
+    @property
     def now_ns(self) -> int:
         """Virtual time."""
         return self._now

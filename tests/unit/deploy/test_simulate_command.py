@@ -1,6 +1,7 @@
 """`stepwire simulate` as a person or a script calls it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_a_folder_and_a_list_of_steps(capsys: Capture, tmp_path: Path) -> None:
     assert "p99_ttft_ms" in out and "tenant" in out
     assert "stepwire simulate --step-model h200-l1b" in (tmp_path / "r" / "report.md").read_text()
     assert (tmp_path / "r" / "tenants.svg").is_file() and (tmp_path / "s.csv").stat().st_size > 100
+
+
+def test_without_the_plots_library_nothing_is_simulated(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "leather", None)
+    assert run([*SMALL, "--out", str(tmp_path / "r")]) == 2
+    captured = capsys.readouterr()
+    assert "extra `simulate`" in captured.err and not captured.out and not (tmp_path / "r").exists()
+    assert run([*SMALL, "--json"]) == 0
 
 
 def test_capacity_prints_each_probe(capsys: Capture) -> None:
