@@ -37,6 +37,7 @@ from stepwire_client.types import (
     Started,
     Stats,
     Step,
+    TenantStats,
     TokenLogprobs,
     Tokens,
     TopLogprob,
@@ -48,6 +49,6 @@ __all__ = [
     "Client", "Completion", "DeadlineExceeded", "Delta", "Event", "ExecutorStats", "FailedPrecondition", "FinishReason",
     "Finished", "GenerateOptions", "Generation", "Health", "Internal", "InvalidArgument", "Message", "ModelInfo",
     "NotFound", "NotImplementedByServer", "PermissionDenied", "Prompt", "RawLogits", "ResourceExhausted", "Retry",
-    "Sampling", "Started", "Stats", "Step", "StepwireError", "Stream", "Tls", "TokenLogprobs", "Tokens",
+    "Sampling", "Started", "Stats", "Step", "StepwireError", "Stream", "TenantStats", "Tls", "TokenLogprobs", "Tokens",
     "TopLogprob", "Unauthenticated", "Unavailable", "Usage",
 ]  # fmt: skip

@@ -190,6 +190,20 @@ class ExecutorStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStats:
+    """Fields as in stepwire.v1.TenantStats."""
+
+    tenant: str
+    requests: int
+    waiting: int
+    running: int
+    prompt_tokens: int
+    generated_tokens: int
+    served: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Fields as in stepwire.v1.GetStatsResponse."""
 
@@ -205,11 +219,15 @@ class Stats:
     waiting: int
     running: int
     spans_dropped: int
+    requests_expired: int
+    queued_tokens: int
+    drain_rate: float
     cache_queried_tokens: int
     cache_hit_tokens: int
     readmitted_tokens: int
     readmitted_hit_tokens: int
     forked_tokens: int
+    tenants: tuple[TenantStats, ...]
     executors: tuple[ExecutorStats, ...]
 
 
@@ -346,7 +364,8 @@ def _same_names(kind: type[Any], message: Any) -> dict[str, Any]:
 
 def decode_stats(message: admin_pb2.GetStatsResponse) -> Stats:
     executors = tuple(ExecutorStats(**_same_names(ExecutorStats, e)) for e in message.executors)
-    return Stats(**_same_names(Stats, message) | {"executors": executors})
+    tenants = tuple(TenantStats(**_same_names(TenantStats, t)) for t in message.tenants)
+    return Stats(**_same_names(Stats, message) | {"executors": executors, "tenants": tenants})
 
 
 def decode_steps(message: admin_pb2.WatchStepsResponse) -> list[Step]:

@@ -104,7 +104,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
 class FakeAdmin(admin_pb2_grpc.AdminServicer):
     def GetStats(self, request: admin_pb2.GetStatsRequest, context: Any) -> admin_pb2.GetStatsResponse:
         executor = admin_pb2.ExecutorStats(address="e:1", connected=True, num_blocks=9)
-        return admin_pb2.GetStatsResponse(requests_accepted=4, running=2, executors=[executor])
+        tenant = admin_pb2.TenantStats(tenant="a", running=2, weight=1.5)
+        return admin_pb2.GetStatsResponse(requests_accepted=4, running=2, executors=[executor], tenants=[tenant])
 
     def WatchSteps(self, request: admin_pb2.WatchStepsRequest, context: Any) -> Iterator[admin_pb2.WatchStepsResponse]:
         for step in range(1, request.max_steps + 1):

@@ -86,6 +86,7 @@ def test_unary_calls(served: tuple[FakeInference, sw.Client]) -> None:
     assert client.apply_chat_template([{"role": "user", "content": "x"}]) == sw.Prompt("<user>x", (1, 2))
     assert client.abort("live") and not client.abort("gone")
     stats = client.stats()
+    assert [(t.tenant, t.running, t.weight) for t in stats.tenants] == [("a", 2, 1.5)]
     assert stats.requests_accepted == 4 and stats.executors[0].num_blocks == 9
     assert client.drain(5) == 5
     assert [step.step_id for step in client.watch_steps(3)] == [1, 2, 3]
