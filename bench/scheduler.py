@@ -21,6 +21,7 @@ import json
 import platform
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -79,7 +80,7 @@ class Case:
         self._executor = ModelledExecutor(
             modelled_info(num_rows, BLOCK_SIZE, num_blocks, max_context, num_rows * 2 * PROMPT), DEPTH, seed
         )
-        self._core = Scheduler(CoreConfig(pipeline_depth=DEPTH, max_queued_requests=2 * QUEUED + num_rows))
+        self._core = Scheduler(CoreConfig(pipeline_depth=DEPTH, max_queued_requests=2 * (queued + num_rows)))
         self._core.add_executor("modelled:0")
         self._core.executor_up(0, self._core.begin_epoch(0).epoch, self._executor.welcome, 0)
         self._results: deque[bytes] = deque()
@@ -171,7 +172,7 @@ def summarise(samples: Samples) -> dict[str, object]:
     }
 
 
-def measure(num_rows: int, steps: int, seed: int) -> dict[str, dict[str, object]]:
+def measure(num_rows: int, steps: int, seed: int, queued: int) -> dict[str, dict[str, object]]:
     """By case. The collector is as the service has it: frozen once at start, then left alone."""
     gc.collect()
     gc.freeze()
@@ -179,7 +180,7 @@ def measure(num_rows: int, steps: int, seed: int) -> dict[str, dict[str, object]
         "steady": Case(num_rows, steps, seed),
         "spread": Case(num_rows, steps, seed, spread=True),
         "churn": Case(num_rows, steps, seed, churn=True),
-        "queued": Case(num_rows, steps, seed, churn=True, queued=QUEUED),
+        "queued": Case(num_rows, steps, seed, churn=True, queued=queued),
     }
     for case in cases.values():
         case.run(2 * TURN)
@@ -190,7 +191,7 @@ def measure(num_rows: int, steps: int, seed: int) -> dict[str, dict[str, object]
     return {name: summarise(case.samples) for name, case in cases.items()}
 
 
-def show(num_rows: int, found: dict[str, dict[str, object]]) -> None:
+def show(num_rows: int, queued: int, found: dict[str, dict[str, object]]) -> None:
     print(f"\n{num_rows} decoding rows, µs as p50 / p99")
     print(f"{'':8}{'sum':>16}{'thread CPU':>16}" + "".join(f"{part:>16}" for part in PARTS) + f"{'plan bytes':>16}")
     for name, r in found.items():
@@ -200,14 +201,14 @@ def show(num_rows: int, found: dict[str, dict[str, object]]) -> None:
         cells.append(f"{size['p50']:.0f} / {size['p99']:.0f}")  # type: ignore[index]
         print(f"{name:8}" + "".join(f"{cell:>16}" for cell in cells))
     growth = float(str(found["queued"]["p50_us"])) / float(str(found["churn"]["p50_us"]))
-    print(f"with {QUEUED} requests waiting: {growth:.2f} times the p50 without")
+    print(f"with {queued} requests waiting: {growth:.2f} times the p50 without")
     for peer, numbers in PEERS.items():
         if num_rows in numbers:
             schedule, update = numbers[num_rows]
             print(f"{peer}: {schedule} + {update} ({PEER_CONDITIONS})")
 
 
-def conditions(steps: int) -> dict[str, object]:
+def conditions(steps: int, queued: int) -> dict[str, object]:
     cpu = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
@@ -224,7 +225,7 @@ def conditions(steps: int) -> dict[str, object]:
         "block_size": BLOCK_SIZE,
         "prompt": PROMPT,
         "mean_output_with_churn": MEAN_OUTPUT,
-        "queued": QUEUED,
+        "queued": queued,
         "steps": steps,
         "vocabulary": VOCAB,
         "peers": PEER_CONDITIONS,
@@ -232,19 +233,20 @@ def conditions(steps: int) -> dict[str, object]:
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", default=SIZES, help="decoding rows")
     parser.add_argument("--steps", type=int, default=2000, help="measured steps of each case")
+    parser.add_argument("--queued", type=int, default=QUEUED, help="requests that wait in the case `queued`")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
-    args = parser.parse_args()
-    said = conditions(args.steps)
+    args = parser.parse_args(argv)
+    said = conditions(args.steps, args.queued)
     results: dict[str, object] = {}
     for num_rows in args.rows:
-        found = measure(num_rows, args.steps, args.seed)
+        found = measure(num_rows, args.steps, args.seed, args.queued)
         if not args.json:
-            show(num_rows, found)
+            show(num_rows, args.queued, found)
         results[str(num_rows)] = {**found.pop("steady"), **found}
     peers = {
         name: {str(rows): {"schedule_us": a, "update_us": b} for rows, (a, b) in of.items()}
