@@ -19,7 +19,7 @@ class _Pages:
     def __init__(self, shape: Shape, batch: int, context: int, spread: int, device: torch.device) -> None:
         blocks = -(-context // BLOCK_SIZE)
         layer_bytes = 4 * batch * blocks * BLOCK_SIZE * shape.kv_heads * shape.dim
-        self.num_layers = max(1, min(32, -(-spread // layer_bytes)))
+        self.num_layers = max(1, min(1024, -(-spread // layer_bytes)))
         self.layer_bytes = 4 * batch * context * shape.kv_heads * shape.dim
         self.data = random_bf16(
             self.num_layers, 2, batch * blocks, BLOCK_SIZE, shape.kv_heads, shape.dim, device=device

@@ -14,7 +14,7 @@ from executor_svc.attention.registry import make_backend
 from executor_svc.buffers import RowState
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.cuda_device import CudaDevice
-from executor_svc.device_step import DeviceStep, Model, SampleStep
+from executor_svc.device_step import DeviceStep, Model
 from executor_svc.graph_cache import GraphCache, context_buckets
 from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder
 from executor_svc.kv_cache import (
@@ -29,6 +29,7 @@ from executor_svc.kv_cache import (
 from executor_svc.models.decoder import Decoder, LayerWeights
 from executor_svc.numerics import ExactOps, FastOps, can_pack
 from executor_svc.runner import Runner
+from executor_svc.step_kernels import step_kernels
 from executor_svc.streams import Device, Stream
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ def build_runner(
     device.synchronize()
     if ops.has_kernels and not on_cpu:
         _settle_products(device, ops, model, say)
-    step = DeviceStep(model, backend, cache, state, graphs, sample_step=_sample_step(ops))
+    step = DeviceStep(model, backend, cache, state, graphs, kernels=step_kernels(ops))
     _warm_up(device, step, graphs, max_num_seqs, say)
     info = ExecutorInfo(
         model_id=model_id,
@@ -203,15 +204,6 @@ def _settle_products(device: Device, ops: FastOps | ExactOps, model: Model, say:
     if device.failure is not None:
         raise ConfigError(f"measuring products failed: {device.failure}", field="device") from device.failure
     say("measuring products", 1, 1)
-
-
-def _sample_step(ops: FastOps | ExactOps) -> SampleStep | None:
-    """The kernels' sampling beside the kernels' operations."""
-    if not ops.has_kernels:
-        return None
-    from executor_svc.kernels.sampling import sample_step  # only now: a CPU's installation has no triton
-
-    return sample_step
 
 
 def default_buckets(max_num_seqs: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from executor_svc.kv_cache import KvCache
 from executor_svc.models.config import ModelConfig
 from executor_svc.rows import RowNeeds
 from executor_svc.sampler import GREEDY, SamplePlan, commit, sample, top_logprobs
+from executor_svc.step_kernels import StepKernels
 
 # What OutputSlot's second line says of a row.
 FAILED, FINE, PADDING = 0, 1, 2
@@ -29,21 +30,6 @@ _BEYOND_GRAPH = RowNeeds.RANDOM | RowNeeds.FILTER | RowNeeds.PENALTIES | RowNeed
 
 # Prompt positions whose logits are made at once.
 _PROMPT_PIECE = 64
-
-
-class SampleStep(Protocol):
-    """Sampling and commit in one: executor_svc.kernels.sampling.sample_step."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        status: torch.Tensor,
-        state: RowState,
-        *,
-        is_random: bool,
-        has_penalties: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Model(Protocol):
@@ -168,15 +154,15 @@ class DeviceStep:
         state: RowState,
         graphs: GraphCache,
         *,
-        sample_step: SampleStep | None = None,
+        kernels: StepKernels | None = None,
     ) -> None:
-        """`sample_step`: takes the rows without host-made masks; None: torch's operators take all."""
+        """`kernels`: None: torch's operators do it all."""
         self._model = model
         self._attention = attention
         self._cache = cache
         self._state = state
         self._graphs = graphs
-        self._sample_step = sample_step
+        self._kernels = kernels
         self._block_size = cache.shape.block_size
         self._tables = RowTables(state.block_tables, state.length, cache.shape.block_size)
 
@@ -226,10 +212,10 @@ class DeviceStep:
         """Computes the step; writes `slot`, int64 [2, >= B]. `shape`: of the graph to replay; None: eager."""
         if shape is not None:
             return self._run_graph(inputs, slot, shape)
-        rows = self._state.effective(inputs.rows)
         if inputs.token_at is None:
-            hidden, status = self._forward_decode(rows, inputs.context)
+            rows, hidden, status = self._forward_decode(inputs.rows, inputs.context)
             return self._finish(inputs, slot, rows, hidden, hidden, status)
+        rows = self._state.effective(inputs.rows)
         hidden, status = self._forward_mixed(inputs, rows)
         assert inputs.last_at is not None
         return self._finish(inputs, slot, rows, hidden, hidden.index_select(0, inputs.last_at), status)
@@ -254,8 +240,7 @@ class DeviceStep:
 
     def body(self, idx: torch.Tensor, shape: GraphShape) -> tuple[torch.Tensor, ...]:
         """What a graph holds. Returns tokens, status, logits, effective rows (tokens are 0 without sampling)."""
-        rows = self._state.effective(idx)
-        hidden, status = self._forward_decode(rows, shape.context)
+        rows, hidden, status = self._forward_decode(idx, shape.context)
         logits = self._model.logits(hidden)
         if not shape.with_sampling:
             return status, status, logits, rows
@@ -277,16 +262,21 @@ class DeviceStep:
         self._add_logprobs(outputs, inputs, logits, tokens)
         return outputs
 
-    def _forward_decode(self, rows: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """rows: effective [B]. Returns hidden [B, H] and status [B]."""
-        state = self._state
-        length = state.length.index_select(0, rows)
-        positions = length - 1
-        slots = self._slots(rows, positions)
+    def _forward_decode(self, idx: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns effective rows [B], hidden [B, H] and status [B].
+
+        With kernels the status says nothing of the hidden states: what is not finite there is not finite in the logits.
+        """
+        state, kernels = self._state, self._kernels
+        if kernels is not None:
+            rows, positions, tokens, slots, status = kernels.decode_inputs(idx, state, self._cache)
+        else:
+            rows = state.effective(idx)
+            positions = state.length.index_select(0, rows) - 1
+            tokens, slots = state.last_token.index_select(0, rows), self._slots(rows, positions)
         layout = StepLayout(slots, self._tables, DecodePart(None, rows, context), (), None)
-        attend = self._attention.begin(self._cache, layout)
-        hidden = self._model.forward(state.last_token.index_select(0, rows), positions, attend)
-        return hidden, self._status(hidden, rows)
+        hidden = self._model.forward(tokens, positions, self._attention.begin(self._cache, layout))
+        return rows, hidden, self._status(hidden, rows) if kernels is None else status
 
     def _forward_mixed(self, inputs: StepInputs, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = self._state
@@ -372,9 +362,15 @@ class DeviceStep:
         self, logits: torch.Tensor, rows: torch.Tensor, status: torch.Tensor, plan: SamplePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples and makes the tokens the rows' next inputs. Returns tokens and the final status."""
-        if self._sample_step is not None and not plan.special:
-            random, penalties = bool(plan.needs & RowNeeds.RANDOM), bool(plan.needs & RowNeeds.PENALTIES)
-            return self._sample_step(logits, rows, status, self._state, is_random=random, has_penalties=penalties)
+        if self._kernels is not None and not plan.special:
+            return self._kernels.sample_step(
+                logits,
+                rows,
+                status,
+                self._state,
+                is_random=bool(plan.needs & RowNeeds.RANDOM),
+                has_penalties=bool(plan.needs & RowNeeds.PENALTIES),
+            )
         tokens = sample(logits, rows, self._state, plan)
         return tokens, self._settle(tokens, rows, status, _is_finite(logits), plan)
 

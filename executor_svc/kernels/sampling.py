@@ -241,7 +241,8 @@ def sample_step(
     best = torch.empty(count, parts, dtype=torch.float32, device=device)
     best_at = torch.empty(count, parts, dtype=torch.int32, device=device)
     finite = torch.empty(count, parts, dtype=torch.int32, device=device)
-    tokens, out_status, drawn = torch.empty(3, count, dtype=torch.int64, device=device)
+    # Each in memory of its own: a kernel is compiled anew for addresses that are no multiple of 16.
+    tokens, out_status, drawn = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(3))
     counts = in_prompt = rows
     penalised = logits
     if has_penalties:

@@ -30,12 +30,14 @@ from executor_svc.kernels.decode_attention import (
     even_split,
     fixed_split,
 )
+from executor_svc.kernels.decode_inputs import decode_inputs
 from executor_svc.kernels.kv_write import write_kv
 from executor_svc.kernels.norm import add_rms_norm, rms_norm
 from executor_svc.kernels.prefill_attention import prefill_attention
 from executor_svc.kernels.rotary import rotate_and_write
 from executor_svc.kernels.sampling import sample_step
 from executor_svc.kernels.skinny import CANDIDATES, SkinnyConfig, skinny_linear
+from executor_svc.kv_cache import KvCache, KvShape
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -145,6 +147,8 @@ def sampling(batch: int, *, is_random: bool, has_penalties: bool) -> None:
         state.in_prompt = torch.empty(1, dtype=torch.bool)
     rows = torch.arange(batch)
     logits = torch.empty(batch, 128256)
+    cache = KvCache(KvShape(1, 8, 64, 16, torch.bfloat16), 1, lambda size, dtype: torch.empty(size, dtype=dtype))
+    decode_inputs(rows, state, cache)
     sample_step(logits, rows, rows, state, is_random=is_random, has_penalties=has_penalties)
 
 

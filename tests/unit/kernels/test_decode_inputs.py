@@ -1,0 +1,35 @@
+"""What a decode step reads of the row state, against the same by torch's operators."""
+
+import pytest
+import torch
+
+from executor_svc.buffers import RowState
+from executor_svc.build import make_device
+from executor_svc.kernels.decode_inputs import decode_inputs
+from executor_svc.kv_cache import KvCache, KvShape
+from tests.interpreter import DEVICE
+
+FINE, PADDING = 1, 2
+
+
+@pytest.mark.parametrize("count", [1, 5, 130])
+def test_rows_padding_and_dead_rows(count: int) -> None:
+    device = make_device(DEVICE.type)
+    state = RowState(device, 200, 4, 50, 97)
+    cache = KvCache(KvShape(1, 1, 8, 4, torch.float32), 50, lambda size, dtype: device.zeros(*size, dtype=dtype))
+    device.close()
+    generator = torch.Generator().manual_seed(count)
+    state.length[:-1] = torch.randint(1, 16, (200,), generator=generator).to(DEVICE)
+    state.last_token[:-1] = torch.randint(0, 97, (200,), generator=generator).to(DEVICE)
+    state.block_tables[:-1] = torch.randint(0, 50, (200, 4), generator=generator).to(torch.int32).to(DEVICE)
+    idx = torch.randperm(200, generator=generator)[:count].to(DEVICE)
+    idx[1::4] = -1
+    state.dead[idx[2::4]] = True
+    rows, positions, tokens, slots, status = decode_inputs(idx, state, cache)
+    want = state.effective(idx)
+    assert torch.equal(rows, want)
+    assert torch.equal(positions, state.length[want] - 1)
+    assert torch.equal(tokens, state.last_token[want])
+    blocks = torch.where(want == state.pad_row, cache.sink_block, state.block_tables[want, positions // 4].long())
+    assert torch.equal(slots, blocks * 4 + positions % 4)
+    assert torch.equal(status, torch.where(want == state.pad_row, PADDING, FINE))
