@@ -221,7 +221,9 @@ def _warm_up(device: Device, step: DeviceStep, graphs: GraphCache, max_num_seqs:
 
     def run_padding() -> None:
         for rows in sorted({1, min(8, max_num_seqs), max_num_seqs}):
-            step.run_padding(rows)
+            step.run_padding(rows, mixed=False)
+            if torch_device.type == "cuda":  # where kernels are compiled when they are first used
+                step.run_padding(rows, mixed=True)
 
     say("warming up", 0, 1)
     device.enqueue(Stream.COMPUTE, run_padding)

@@ -220,11 +220,13 @@ class DeviceStep:
         assert inputs.last_at is not None
         return self._finish(inputs, slot, rows, hidden, hidden.index_select(0, inputs.last_at), status)
 
-    def run_padding(self, num_rows: int) -> None:
-        """A mixed step and a decode step that samples, of padding alone: whatever is made at the first use is made."""
+    def run_padding(self, num_rows: int, *, mixed: bool) -> None:
+        """A decode step of padding alone, or a mixed one that samples: whatever is made at its first use is made."""
         device = self._state.length.device
         rows = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-        self.body(rows, GraphShape(num_rows, 1, True))
+        if not mixed:
+            self.body(rows, GraphShape(num_rows, 1, True))
+            return
         at = torch.arange(num_rows, device=device)
         inputs = StepInputs(
             rows, 1, SamplePlan(RowNeeds.RANDOM), token_at=at, token_ids=at.new_zeros(num_rows),

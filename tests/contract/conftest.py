@@ -39,8 +39,6 @@ class Makers:
 # Triton's interpreter takes a tenth of a second for a launch, so the kernels on the CPU meet the part of the contract
 # that attention and the cache have a say in. On a GPU they meet all of it, as "cuda".
 INTERPRETED = {
-    "test_a_row_samples_exactly_at_its_last_known_token",
-    "test_plans_are_launched_before_results_are_known",
     "test_prefill_and_decode_mix_in_one_step_in_any_rows",
     "test_copied_blocks_hold_what_the_source_held",
     "test_cached_blocks_stand_for_their_tokens",

@@ -196,3 +196,15 @@ def test_a_model_that_fails_to_warm_up_is_a_clear_error() -> None:
     model.failure = RuntimeError("no kernel for this")
     with pytest.raises(ConfigError, match="no kernel for this"):
         build_runner(model, ops=ops, device=CpuDevice(threads=1), num_blocks=8)
+
+
+def test_padding_alone_runs_every_kind_of_step_and_leaves_rows_as_they_are() -> None:
+    runner = tiny_runner(numerics="fast")
+    before = runner.state.length.clone()
+    with torch.inference_mode():
+        for rows in (1, 5):
+            for mixed in (False, True):
+                runner._step.run_padding(rows, mixed=mixed)
+    assert torch.equal(runner.state.length, before)
+    assert not runner.state.dead.any()
+    runner.close()
