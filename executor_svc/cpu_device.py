@@ -10,10 +10,13 @@ import numpy as np
 import torch
 
 from common.clock import Clock, SystemClock
+from executor_svc.host_memory import HUGE_PAGE, huge_zeros
 from executor_svc.streams import Event, Fence, Stream
 
 # What vector loads like best, bytes.
 _ALIGNMENT: Final = 64
+# From this size on memory comes in huge pages.
+_HUGE: Final = 16 * HUGE_PAGE
 
 
 class CpuEvent:
@@ -67,6 +70,8 @@ class CpuDevice:
         # torch.zeros writes every byte; the system hands out pages that are zero already, and only when touched, so a
         # cache of gigabytes costs nothing until it is used.
         size = math.prod(shape) * dtype.itemsize
+        if size >= _HUGE:
+            return huge_zeros(size).view(dtype).view(shape)
         raw = torch.from_numpy(np.zeros(size + _ALIGNMENT, dtype=np.uint8))
         start = -raw.data_ptr() % _ALIGNMENT
         return raw[start : start + size].view(dtype).view(shape)

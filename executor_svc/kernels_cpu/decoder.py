@@ -8,6 +8,7 @@ import torch
 
 from executor_svc.attention.base import Attend
 from executor_svc.attention.layout import StepLayout
+from executor_svc.host_memory import Arena
 from executor_svc.kernels_cpu.library import CChunk, CLayer, CMatrix, CModel, CShape, CStep, Library
 from executor_svc.kernels_cpu.packing import Blocks, Format, Packed, pack
 from executor_svc.kv_cache import KvCache
@@ -71,6 +72,7 @@ class NativeWeights:
 
 def pack_weights(config: ModelConfig, read: ReadField, wanted: Format | None) -> NativeWeights:
     """`wanted`: the format of every matrix; None: blocks stay as they are, the rest becomes bfloat16."""
+    arena = Arena()
 
     def vector(layer: int, field: str) -> torch.Tensor | None:
         found = [piece.float() for piece in read(layer, field) if isinstance(piece, torch.Tensor)]
@@ -82,7 +84,9 @@ def pack_weights(config: ModelConfig, read: ReadField, wanted: Format | None) ->
         return found
 
     def matrix(layer: int, field: str) -> Packed:
-        return pack(read(layer, field), wanted, bias=vector(layer, field + "_bias"), gated=field == "gate_up")
+        return pack(
+            read(layer, field), wanted, bias=vector(layer, field + "_bias"), gated=field == "gate_up", arena=arena
+        )
 
     layers = tuple(
         NativeLayer(
@@ -98,7 +102,7 @@ def pack_weights(config: ModelConfig, read: ReadField, wanted: Format | None) ->
         for layer in range(config.num_layers)
     )
     (embedding,) = read(-1, "embedding")
-    head = pack(read(-1, "head") or (embedding,), wanted)
+    head = pack(read(-1, "head") or (embedding,), wanted, arena=arena)
     if isinstance(embedding, Blocks):
         embedding = torch.from_numpy(embedding.values())
     return NativeWeights(embedding.to(torch.bfloat16).contiguous(), layers, needed(-1, "final_norm"), head)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from executor_svc.host_memory import Arena
+
 GROUP: Final = 32  # weights of one row with one scale
 PANEL: Final = 32
 _TILE: Final = 16
-_ALIGNMENT: Final = 64
 
 
 class Format(IntEnum):
@@ -78,17 +79,19 @@ def _nonzero(scales: NDArray[np.float16]) -> NDArray[np.float32]:
 
 def pack(
     pieces: Sequence[torch.Tensor | Blocks], wanted: Format | None, *, bias: torch.Tensor | None = None,
-    gated: bool = False
+    gated: bool = False, arena: Arena | None = None
 ) -> Packed:  # fmt: skip
     """One matrix, its rows the pieces' one after the other. `wanted`: None keeps blocks as they are (bfloat16 for the
-    rest). `gated`: the rows are gate's, then up's; each panel gets 16 of both."""
+    rest). `gated`: the rows are gate's, then up's; each panel gets 16 of both. `arena`: where the
+    weights shall lie; None: anywhere."""
+    arena = arena or Arena()
     kinds = {piece.format if isinstance(piece, Blocks) else Format.DENSE for piece in pieces}
     target = wanted if wanted is not None else kinds.pop() if len(kinds) == 1 else Format.DENSE
     if target is Format.DENSE:
         dense = torch.cat([_dense(piece) for piece in pieces])
         order = _order(dense.shape[0], gated)
         columns, depth = dense.shape
-        data = _pack_dense(_padded(dense[order] if gated else dense))
+        data = _pack_dense(_padded(dense[order] if gated else dense), arena)
     else:
         blocks = [
             piece if isinstance(piece, Blocks) and piece.format is target else quantise(_float32(piece), target)
@@ -96,7 +99,7 @@ def pack(
         ]
         columns, depth = sum(len(b.numbers) for b in blocks), blocks[0].numbers.shape[1]
         order = _order(columns, gated)
-        data = _pack_blocks(blocks, order.numpy(), target)
+        data = _pack_blocks(blocks, order.numpy(), target, arena)
     if bias is not None:
         bias = torch.nn.functional.pad(bias.float()[order], (0, -columns % PANEL))
     return Packed(target, columns, depth, data, bias)
@@ -121,15 +124,15 @@ def _padded(dense: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(dense, (0, 0, 0, -dense.shape[0] % PANEL))
 
 
-def _pack_dense(dense: torch.Tensor) -> torch.Tensor:
+def _pack_dense(dense: torch.Tensor, arena: Arena) -> torch.Tensor:
     rows, depth = dense.shape
     tiles = dense.view(rows // PANEL, 2, _TILE, depth // GROUP, _TILE, 2).permute(0, 3, 1, 4, 2, 5)
-    out = _aligned(rows * depth * 2)
+    out = arena.take(rows * depth * 2)
     out.view(torch.bfloat16).view(tiles.shape).copy_(tiles)
     return out
 
 
-def _pack_blocks(blocks: Sequence[Blocks], order: NDArray[np.int64], target: Format) -> torch.Tensor:
+def _pack_blocks(blocks: Sequence[Blocks], order: NDArray[np.int64], target: Format, arena: Arena) -> torch.Tensor:
     numbers = _rows([b.numbers for b in blocks], order)
     scales = _per_column(_rows([b.scales for b in blocks], order))
     rows, depth = numbers.shape
@@ -142,7 +145,7 @@ def _pack_blocks(blocks: Sequence[Blocks], order: NDArray[np.int64], target: For
         nibbles = neighbours[..., 0, :] | neighbours[..., 1, :] << 4
         minima = _per_column(_rows([b.minima for b in blocks if b.minima is not None], order))
         parts = [nibbles.reshape(panels, pieces, -1), scales, minima]
-    out = _aligned(sum(part.size for part in parts))
+    out = arena.take(sum(part.size for part in parts))
     np.concatenate(parts, axis=2, out=out.numpy().reshape(panels, pieces, -1))
     return out
 
@@ -157,9 +160,3 @@ def _per_column(values: NDArray[Any]) -> NDArray[np.uint8]:
     rows, groups = values.shape
     own = np.ascontiguousarray(values.reshape(rows // PANEL, PANEL, groups).transpose(0, 2, 1))
     return own.view(np.uint8)
-
-
-def _aligned(num_bytes: int) -> torch.Tensor:
-    raw = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -raw.data_ptr() % _ALIGNMENT
-    return raw[start : start + num_bytes]

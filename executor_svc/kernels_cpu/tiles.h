@@ -5,6 +5,7 @@
 #pragma once
 
 #include <immintrin.h>
+#include <sys/mman.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -18,6 +19,8 @@ using bf16 = uint16_t;
 constexpr int kTile = 16;            // rows of a tile, and floats in one of its rows
 constexpr int kTileDepth = 32;       // bfloat16 in a row
 constexpr int kTileBytes = 1024;
+
+constexpr size_t kHugePage = 2 << 20;
 
 // Memory that only grows, aligned for whole cache lines. What it held is lost when it grows.
 template <typename T>
@@ -33,9 +36,12 @@ class Buffer {
   // Zeroed when it is new: rows behind the last are read by tiles, and must be finite.
   void grow(size_t size) {
     if (size <= size_) return;
-    const size_t bytes = (size * sizeof(T) + 63) / 64 * 64;
-    void* data = aligned_alloc(64, bytes);
+    size_t alignment = 64;
+    if (size * sizeof(T) >= kHugePage / 2) alignment = kHugePage;
+    const size_t bytes = (size * sizeof(T) + alignment - 1) / alignment * alignment;
+    void* data = aligned_alloc(alignment, bytes);
     if (data == nullptr) throw std::bad_alloc();
+    if (alignment == kHugePage) madvise(data, bytes, MADV_HUGEPAGE);  // refused: small pages do as well
     free(data_);
     data_ = static_cast<T*>(memset(data, 0, bytes));
     size_ = size;
