@@ -74,7 +74,7 @@ def test_a_worker_that_answers_no_beats_is_killed(monkeypatch: pytest.MonkeyPatc
             process.suspend()
             for _ in range(5):
                 worker.beat(True)
-                assert process.status() == psutil.STATUS_STOPPED
+                assert process.status() != psutil.STATUS_ZOMBIE
             worker.beat(True)
             assert await worker.wait() == -9
 
