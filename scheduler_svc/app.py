@@ -205,7 +205,10 @@ def core_config(config: SchedulerConfig) -> CoreConfig:
         target_itl_ms=config.target_itl_ms,
         priority_aging_ms=config.priority_aging_ms,
         tenant_weights=weights_of(config.tenant_weights),
+        input_token_weight=config.input_token_weight,
+        output_token_weight=config.output_token_weight,
         isolate_tenants=config.isolate_tenants,
+        max_preemptions=config.max_preemptions,
     )
 
 

@@ -81,7 +81,14 @@ class SchedulerConfig(ServiceConfig):
     tenant_weights: Annotated[tuple[str, ...], BeforeValidator(split_list)] = Field(
         default=(), description="shares under the policy fair: a=2,b=1; a tenant not named has 1"
     )
+    input_token_weight: float = Field(default=1.0, ge=0, description="what a prompt token counts under the policy fair")
+    output_token_weight: float = Field(
+        default=2.0, ge=0, description="what a generated token counts under the policy fair"
+    )
     isolate_tenants: bool = Field(default=False, description="no tenant finds another's prompts in the prefix cache")
+    max_preemptions: int = Field(
+        default=4, ge=0, description="a sequence preempted so often returns with all blocks it can need, for good"
+    )
     max_queued_requests: int = Field(default=1024, ge=1, description="waiting requests; more are refused")
     max_queued_tokens: int = Field(
         default=0, ge=0, description="prompt tokens of all waiting requests; more are refused; 0: no limit"

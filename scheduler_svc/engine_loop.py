@@ -226,8 +226,8 @@ class EngineLoop:
         return self._options.expected_model_hash or (self._core.info.model_hash if self._core.info else "")
 
     def fill_all(self) -> None:
-        for driver in self._drivers:
-            driver.fill()
+        for executor_id in self._core.by_load():
+            self._drivers[executor_id].fill()
 
     def deliver(self, outcome: StepOutcome, now_ns: int) -> None:
         for worker_id, batch in outcome.batches.items():

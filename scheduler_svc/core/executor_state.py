@@ -320,6 +320,11 @@ class ExecutorState:
     # -------------------------------------------------------------------------------------------------------- views
 
     @property
+    def load(self) -> float:
+        """Running sequences, as a share of what one step takes."""
+        return self.num_running / max(1, self.max_num_seqs)
+
+    @property
     def num_parked(self) -> int:
         """Preempted sequences whose last results are not there."""
         return int(self.rows.accept[self.limbo].sum()) if self.limbo else 0

@@ -358,6 +358,13 @@ class Scheduler:
     def num_running(self) -> int:
         return sum(e.num_running for e in self._executors)
 
+    def by_load(self) -> list[int]:
+        """Executors by the share of their sequences that run, least first: the order in which to fill them, so that a
+        request that comes alone goes where most room is."""
+        if len(self._executors) == 1:
+            return [0]
+        return sorted(range(len(self._executors)), key=lambda i: self._executors[i].load)
+
     def num_in_flight(self, executor_id: int) -> int:
         return len(self._executors[executor_id].flights)
 

@@ -1,7 +1,8 @@
 """The real scheduler core, modelled executors, and a clock that jumps from event to event.
 
 What the engine loop and its drivers do, without them: a result is booked, its executor's pipeline filled, tokens handed
-out, then every executor's pipeline filled in order; messages that lie there are handled together, then all are filled.
+out, then every executor's pipeline filled, least loaded first; messages that lie there are handled together, then all
+are filled.
 """
 
 import heapq
@@ -119,7 +120,7 @@ class Simulation:
                 while self._events and self._events[0][0] <= self._now and self._events[0][1] != Event.RESULT:
                     at, kind, _, subject = heapq.heappop(self._events)
                     self._take_message(kind, subject, at)
-            for executor_id in range(len(self._executors)):
+            for executor_id in self._core.by_load():
                 self._fill(executor_id)
             self._watch_expiry()
         if self._core.num_live:
