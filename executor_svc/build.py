@@ -113,13 +113,14 @@ def build_runner(
     config = model.config
     context = min(config.max_positions, max_context or config.max_positions)
     max_blocks = -(-context // block_size)
+    on_cpu = device.torch_device.type == "cpu"
     if isinstance(ops, ExactOps):
         if model.dtype is not torch.float32:
             raise ConfigError(f"exact numerics need float32, not {model.dtype}", field="dtype")
         say("checking numerics", 0, 1)
         ops.settle(_weight_shapes(model), model.device)
         say("checking numerics", 1, 1)
-    elif device.torch_device.type == "cpu" and model.dtype is torch.bfloat16 and can_pack():
+    elif isinstance(model, Decoder) and on_cpu and model.dtype is torch.bfloat16 and can_pack():
         say("packing weights", 0, 1)
         ops.pack(_weights(model))
         say("packing weights", 1, 1)
@@ -130,7 +131,6 @@ def build_runner(
     else:
         backend = make_backend(attention_backend, attention_shape, ops, device.torch_device)
     shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, model.dtype)
-    on_cpu = device.torch_device.type == "cpu"
     available = host_available() if on_cpu else cuda_available(device.torch_device)
     count = plan_num_blocks(
         shape,
