@@ -47,7 +47,8 @@ class ExecutorState:
     limbo: rows that were given up while steps naming them are in flight; they and their blocks are used by nobody until
     the last of those results arrived. releases: rows to name in the next plan's `release`. prefilling: rows whose
     prefill is not planned to its end, in order of admission. quiet_steps: so many of the next steps can all rows that
-    decode take without a block and without reaching their end; meaningful while the set of `decoding` stands.
+    decode take without a block and without reaching their end; meaningful while the set of `decoding` stands. context:
+    tokens a sequence may reach, here or, should it have to move, on the smallest executor known; set by the scheduler.
     """
 
     def __init__(self, executor_id: int, address: str, config: CoreConfig) -> None:
@@ -107,7 +108,6 @@ class ExecutorState:
         self.max_num_seqs = min(info.max_num_seqs, config.max_num_seqs or info.max_num_seqs, self.max_tokens)
         self.max_output_bytes = min(info.max_output_bytes, config.max_output_bytes or info.max_output_bytes)
         self.max_wire_bytes = wire_limit(info, config)
-        self.context = context_limit(info)
         self.is_eos = np.zeros(info.vocab_size, dtype=np.bool_)
         self.is_eos[[eos_id for eos_id in info.eos_ids if eos_id < info.vocab_size]] = True
         if config.target_itl_ms:

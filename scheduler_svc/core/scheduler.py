@@ -89,6 +89,8 @@ class Scheduler:
             )
         executor.connect(welcome)
         max_context, _ = self.limits()
+        for known in self._executors:
+            known.context = max_context  # no sequence may grow past what any of them could take over
         endings: list[Ending] = []
         for sequence in tuple(self._live.values()):
             if sequence.state == SequenceState.WAITING and sequence.length + 1 > max_context:

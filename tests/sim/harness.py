@@ -13,6 +13,7 @@ from executor_svc.step_executor import PendingStep, PlanRefused
 from scheduler_svc.choice_seed import choice_seed
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.forks import choices
 from scheduler_svc.core.outcome import Ending, StepOutcome
 from scheduler_svc.core.scheduler import Scheduler
@@ -40,13 +41,19 @@ class Sim:
     """One scheduler, one toy executor (replaced when it crashes), clients by key. Every call checks the invariants."""
 
     def __init__(
-        self, config: CoreConfig | None = None, info: ExecutorInfo | None = None, *, eos_chance: float = 0.0
+        self,
+        config: CoreConfig | None = None,
+        info: ExecutorInfo | None = None,
+        *,
+        eos_chance: float = 0.0,
+        beside: "Sim | None" = None,
     ) -> None:
-        self.clock = ManualClock()
-        self.scheduler = Scheduler(config or CoreConfig())
+        """`beside`: the scheduler, its clients and the time are that one's, which alone submits."""
+        self.clock: ManualClock = beside.clock if beside else ManualClock()
+        self.scheduler: Scheduler = beside.scheduler if beside else Scheduler(config or CoreConfig())
+        self.clients: dict[int, Client] = beside.clients if beside else {}
         self.toy = ToyExecutor(info or toy_info(), eos_chance=eos_chance)
-        self.executor_id = self.scheduler.add_executor("toy:0")
-        self.clients: dict[int, Client] = {}
+        self.executor_id = self.scheduler.add_executor(f"toy:{len(self.scheduler.executors)}")
         self.pending: deque[tuple[StepRecord, PendingStep | PlanError]] = deque()
         self.tampered = False  # in this epoch
         self.records: list[StepRecord] = []
@@ -60,6 +67,10 @@ class Sim:
     @property
     def now_ns(self) -> int:
         return self.clock.monotonic_ns()
+
+    @property
+    def executor(self) -> ExecutorState:
+        return self.scheduler.executors[self.executor_id]
 
     @property
     def depth(self) -> int:
@@ -153,7 +164,7 @@ class Sim:
 
     def reset_cache(self) -> tuple[int, int]:
         counts = self.scheduler.reset_cache()
-        executor = self.scheduler.executors[0]
+        executor = self.executor
         self.stale = set(np.flatnonzero(executor.pool.refs).tolist())
         assert not executor.pool.cache or len(executor.pool.cache) == 0
         self.check()
@@ -258,7 +269,7 @@ class Sim:
         """What was computed before a cache reset is never found again. (A choice may fork from one that runs.)"""
         if not self.stale:
             return
-        rows, size = self.scheduler.executors[0].rows, self.toy.info.block_size
+        rows, size = self.executor.rows, self.toy.info.block_size
         self.stale.difference_update(plan.grant_blocks.tolist())
         for admit in plan.admit:
             num_found = admit.computed_len // size

@@ -43,6 +43,23 @@ def test_context_limit_takes_the_kv_cache_into_account() -> None:
     sim.assert_tokens()
 
 
+@pytest.mark.parametrize("small", [{"num_blocks": 16}, {"max_blocks_per_row": 16}], ids=str)
+def test_no_sequence_outgrows_the_smallest_executor(small: dict[str, int]) -> None:
+    """It could end up there: then it would never fit, and hold up everyone behind it."""
+    one = Sim(info=toy_info(**small))
+    other = Sim(info=toy_info(num_blocks=256), beside=one)
+    grown = one.submit(range(5, 40), 0)
+    for _ in range(25):
+        other.fill()
+        other.deliver()
+    other.disconnect()
+    late = one.submit([5, 6, 7], 4)
+    one.run()
+    assert one.clients[grown].reason == FinishReason.CONTEXT and len(one.clients[grown].tokens) == 64 - 35
+    assert one.clients[late].reason == FinishReason.MAX_TOKENS
+    one.assert_tokens()
+
+
 @pytest.mark.parametrize("num_blocks", [2, 3, 4])
 def test_very_few_blocks_still_serve_everyone(num_blocks: int) -> None:
     """vllm#35541: one request is retried for ever."""

@@ -255,10 +255,8 @@ def test_the_wait_for_a_first_step_is_the_requests_not_each_choices() -> None:
 @pytest.mark.parametrize("crash", [False, True])
 def test_choices_spread_over_two_executors(crash: bool) -> None:
     """A choice that another executor takes has nobody to fork from there."""
-    one, other = Sim(CoreConfig(max_num_seqs=3, max_prefill_chunk=8)), Sim()
-    other.scheduler, other.clients = one.scheduler, one.clients
-    other.executor_id = one.scheduler.add_executor("toy:1")
-    other.connect()
+    one = Sim(CoreConfig(max_num_seqs=3, max_prefill_chunk=8))
+    other = Sim(beside=one)
     for i in range(4):
         one.submit(range(5 + i, 28 + i), 25, n=4)
     for _ in range(8):

@@ -15,6 +15,7 @@ from common.errors import DeadlinePassed, Overloaded, SequenceFailed, TooLarge
 from common.messages import StepPlan
 from scheduler_svc.core.config import CoreConfig
 from tests.fakes.toy_executor import toy_info
+from tests.sim.fleet import check_extras
 from tests.sim.harness import Sim
 
 PROMPTS = [[random.Random(family).randrange(3, 500) for _ in range(60)] for family in range(3)]
@@ -261,22 +262,9 @@ class Histories(RuleBasedStateMachine):
             if client.reason is None and client.ends:
                 assert isinstance(client.error, SequenceFailed | TooLarge | DeadlinePassed | Overloaded)
             if client.reason is not None:
-                _check_extras(self.sim, client.submit.key)
+                check_extras(client)
         stats = self.sim.scheduler.stats()
         assert stats.preemptions <= limit * len(self.sim.clients), "preemptions per request are bounded"
-
-
-def _check_extras(sim: Sim, key: int) -> None:
-    """Each wanted position came exactly once, whatever happened."""
-    client = sim.clients[key]
-    request, prompt = client.submit, len(client.submit.prompt)
-    outputs = [o for extra in client.extras for o in extra.outputs]
-    raw = [o.position for o in outputs if o.kind.name == "RAW_LOGITS"]
-    assert raw == (list(range(prompt, prompt + len(client.tokens))) if request.raw_logits else [])
-    wanted = [p for o in outputs if o.kind.name == "PROMPT_LOGPROBS" for p in range(o.position, o.position + o.count)]
-    assert wanted == (list(range(1, prompt)) if request.sampling.num_prompt_logprobs else [])
-    tops = [t for extra in client.extras for t in extra.logprobs]
-    assert len(tops) == (len(client.tokens) if request.sampling.num_logprobs else 0)
 
 
 Histories.TestCase.settings = settings(

@@ -1,0 +1,465 @@
+"""A scheduler with one to three toy executors, and everything that may happen to them as an operation.
+
+Each operation draws what it needs from a `random.Random`, so that the same operations serve hypothesis (which hands in
+one that it can shrink) and the plain random driver, at a tenth of the cost.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import (
+    DeadlinePassed,
+    Draining,
+    DuplicateRequest,
+    Overloaded,
+    ProtocolError,
+    SequenceFailed,
+    StepwireError,
+    TooLarge,
+    Unavailable,
+)
+from common.messages import ExecutorInfo, OutputKind, PlanError, PlanErrorCode, Sampling, StepPlan, StepResult, u32
+from scheduler_svc.core import invariants
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.executor_state import context_limit
+from scheduler_svc.messages import FinishReason
+from scheduler_svc.observer import StepRecord
+from tests.fakes.toy_executor import toy_info
+from tests.fakes.toy_tokens import expected_tokens
+from tests.sim.harness import Client, Sim
+
+VOCAB = 200
+MAX_LIVE = 40
+PROMPTS = [[random.Random(family).randrange(3, VOCAB) for _ in range(60)] for family in range(3)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a history is played in."""
+
+    config: CoreConfig
+    infos: tuple[ExecutorInfo, ...]
+    eos_chance: float
+
+
+def draw_setting(rng: random.Random) -> Setting:
+    """Small numbers everywhere, so that every limit is met."""
+    pick = rng.choice
+    long = pick((0, 0, 9))
+    config = CoreConfig(
+        pipeline_depth=pick((1, 2, 2, 3, 4)),
+        max_prefill_chunk=pick((0, 0, 1, 7)),
+        max_num_batched_tokens=pick((0, 0, 5, 17)),
+        max_num_seqs=pick((0, 0, 2, 5)),
+        enable_prefix_cache=pick((True, True, False)),
+        policy=pick(("fcfs", "priority", "fair", "deadline")),
+        max_preemptions=pick((0, 1, 2, 4)),
+        long_prefill_token_threshold=long,
+        max_partial_prefills=pick((0, 0, 1, 2)),
+        max_long_partial_prefills=pick((0, 1)) if long else 0,
+        priority_aging_ms=pick((0, 50)),
+        tenant_weights={"b": 3.0},
+        isolate_tenants=pick((True, False)),
+        max_queued_requests=pick((6, 30, 1024)),
+        max_queued_tokens=pick((0, 0, 150)),
+        max_queue_time_ms=pick((0, 0, 40)),
+        target_itl_ms=pick((0.0, 0.0, 3.0)),
+    )
+    infos = sorted((draw_info(rng) for _ in range(pick((1, 1, 2, 3)))), key=context_limit)
+    return Setting(config, tuple(infos), pick((0.0, 0.02, 0.1)))
+
+
+def draw_info(rng: random.Random) -> ExecutorInfo:
+    size = rng.choice((1, 2, 4, 8))
+    return toy_info(
+        vocab_size=VOCAB,
+        block_size=size,
+        num_blocks=rng.choice((48, 80, 160, 800)) // size,
+        max_blocks_per_row=rng.choice((128, 256)) // size,
+        num_rows=rng.choice((12, 24)),
+        max_num_seqs=8,
+        max_output_bytes=rng.choice((4 * VOCAB, 2000, 1 << 20)),
+    )
+
+
+class Member(Sim):
+    """One of the executors. Of all that the scheduler says, each call checks what is cheap to check, and every
+    `check_every`th, all invariants."""
+
+    def __init__(self, fleet: "Fleet", info: ExecutorInfo, beside: "Sim | None") -> None:
+        self._fleet = fleet
+        super().__init__(fleet.setting.config, info, eos_chance=fleet.setting.eos_chance, beside=beside)
+        self.records = deque(maxlen=1)  # type: ignore[assignment]
+
+    def check(self) -> None:
+        self._fleet.check()
+
+
+class Fleet:
+    """See the module. `end` plays to the end and says that all was right."""
+
+    def __init__(self, setting: Setting, check_every: int = 1) -> None:
+        self.setting = setting
+        self.members: list[Member] = []
+        self.num_steps = 0
+        self._check_every, self._checks = check_every, 0
+        self._contexts: set[int] = set()
+        self._dropped_tokens = 0
+        self._before: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        for info in setting.infos:
+            self.members.append(Member(self, info, self.members[0] if self.members else None))
+            self._note_context()
+        self.scheduler = self.members[0].scheduler
+        self.clients = self.members[0].clients
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        if not self.members:
+            return
+        scheduler = self.members[0].scheduler
+        assert scheduler.num_waiting + scheduler.num_running == scheduler.num_live, "a live request is nowhere"
+        for executor in scheduler.executors:
+            if executor.up:
+                rows = executor.rows
+                now = np.stack([rows.admission, rows.prefilled, rows.low, rows.high])
+                epoch, before = self._before.get(executor.id, (0, now))
+                if epoch == executor.epoch:
+                    same = (before[0] == now[0]) & (now[0] > 0)
+                    assert (now[:, same] >= before[:, same]).all(), "computed or known tokens became fewer"
+                self._before[executor.id] = executor.epoch, now
+            assert 0 <= executor.pool.available <= executor.pool.num_blocks
+        self._checks += 1
+        if self._checks % self._check_every == 0:
+            invariants.check(scheduler)
+
+    def _note_context(self) -> None:
+        self._contexts |= {context_limit(e.info) for e in self.members[0].scheduler.executors if e.info is not None}
+
+    def _footprint(self) -> tuple[object, ...]:
+        s = self.scheduler.stats()
+        return (s.requests_accepted, s.waiting, s.running, s.queued_tokens, s.prompt_tokens, self.scheduler.num_live)
+
+    # ----------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, rng: random.Random) -> None:
+        if self.scheduler.num_live >= MAX_LIVE:
+            return
+        pick, sim = rng.choice, self.members[0]
+        length, deadline_ms = rng.randrange(1, 61), pick((0, 0, 0, 15, 500))
+        prompt_logprobs = pick((0, 0, 0, 3))
+        request = sim.request(
+            PROMPTS[rng.randrange(3)][:length],
+            pick((0, 1, 2, 5, 12, 30)),
+            n=pick((1, 1, 1, 2, 4)),
+            worker=rng.randrange(2),
+            min_tokens=pick((0, 0, 3)),
+            ignore_eos=pick((True, False)),
+            stop_ids=tuple(range(100, 100 + pick((0, 0, 2, 60)))),
+            raw_logits=pick((False, False, False, True)),
+            num_logprobs=pick((0, 0, 2)),
+            num_prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_from=1 if prompt_logprobs else 0,
+            priority=rng.randrange(-2, 3),
+            cache_salt=pick((b"", b"", b"s")),
+            temperature=pick((0.0, 0.9)),
+            tenant=pick(("", "a", "b")),
+            deadline_ns=sim.now_ns + deadline_ms * 1_000_000 if deadline_ms else 0,
+        )
+        if rng.random() < 0.05 and self.scheduler.num_live:
+            live = pick(self.scheduler.live_sequences()).request.request_id
+            request = replace(request, request_id=live)
+        before, is_double = self._footprint(), bool(self.scheduler.keys_of(request.request_id))
+        try:
+            sim.offer(request)
+        except StepwireError as refused:
+            assert self._footprint() == before, "a refused request left something"
+            assert bool(self.scheduler.keys_of(request.request_id)) == is_double
+            invariants.check(self.scheduler)
+            assert self._may_be_refused(refused, length, is_double, deadline_ms), refused
+        else:
+            assert not (is_double or self.scheduler.is_draining)
+
+    def _may_be_refused(self, refused: StepwireError, length: int, is_double: bool, deadline_ms: int) -> bool:
+        match refused:
+            case Draining():
+                return self.scheduler.is_draining
+            case DuplicateRequest():
+                return is_double
+            case TooLarge():
+                return length > self.scheduler.limits()[1]
+            case DeadlinePassed():
+                return self.setting.config.policy == "deadline" and deadline_ms > 0
+            case Overloaded():
+                config = self.setting.config
+                few = self.scheduler.num_waiting + 4 <= config.max_queued_requests
+                return refused.retry_after_ms > 0 and (bool(config.max_queued_tokens) or not few)
+            case _:
+                return False
+
+    def _any(self, rng: random.Random) -> tuple[int, Client] | None:
+        """Mostly someone who lives."""
+        live = [sequence.key for sequence in self.scheduler.live_sequences()]
+        keys = live if live and rng.random() < 0.9 else list(self.clients)
+        if not keys:
+            return None
+        key = rng.choice(keys)
+        return key, self.clients[key]
+
+    def cancel(self, rng: random.Random) -> None:
+        if (found := self._any(rng)) is not None:
+            key, client = found
+            was_live = not client.ends and not client.silent
+            assert self.members[0].cancel(key) == was_live
+
+    def finish(self, rng: random.Random) -> None:
+        if (found := self._any(rng)) is not None:
+            key, client = found
+            count = max(0, len(client.tokens) - rng.randrange(3))
+            was_live = not client.ends and not client.silent
+            self._dropped_tokens += (len(client.tokens) - count) * was_live
+            assert self.members[0].finish(key, count) == was_live
+
+    def abort(self, rng: random.Random) -> None:
+        if (found := self._any(rng)) is not None:
+            for key in self.scheduler.keys_of(found[1].submit.request_id):
+                assert self.members[0].cancel(key)
+
+    def reset_cache(self, rng: random.Random) -> None:
+        self.scheduler.reset_cache()
+        for member in self.members:
+            executor = member.executor
+            member.stale = set(np.flatnonzero(executor.pool.refs).tolist())
+            assert not executor.pool.cache or len(executor.pool.cache) == 0
+        self.check()
+
+    def drain(self, rng: random.Random) -> None:
+        self.scheduler.drain()
+        self.check()
+
+    def time_passes(self, rng: random.Random) -> None:
+        self.members[0].pass_time(rng.choice((0.5, 3, 12, 45)))
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    def plan(self, rng: random.Random) -> None:
+        member = rng.choice(self.members)
+        can = self.scheduler.can_schedule(member.executor_id)
+        if (record := member.plan()) is not None:
+            assert can, "a plan where can_schedule said there would be none"
+            self._check_plan(member, record)
+
+    def _check_plan(self, member: Member, record: StepRecord) -> None:
+        self.num_steps += 1
+        plan, info, config = record.plan, member.toy.info, self.setting.config
+        assert plan.num_tokens <= min(info.max_tokens_per_step, config.max_num_batched_tokens or 1 << 30)
+        assert len(plan.decode_rows) + len(plan.prefill_rows) <= min(info.max_num_seqs, config.max_num_seqs or 1 << 30)
+        assert not config.max_prefill_chunk or plan.prefill_counts.max(initial=0) <= config.max_prefill_chunk
+        if config.max_partial_prefills:
+            assert len(member.executor.prefilling) <= config.max_partial_prefills
+
+    def fill(self, rng: random.Random) -> None:
+        for member in self.members:
+            member.fill()
+
+    def deliver(self, rng: random.Random) -> None:
+        rng.choice(self.members).deliver()
+
+    def go(self, rng: random.Random) -> None:
+        for _ in range(rng.randrange(1, 6)):
+            for member in self.members:
+                self.num_steps += member.fill()
+                member.deliver()
+
+    def preempt(self, rng: random.Random) -> None:
+        """As if blocks had run out just now."""
+        member = rng.choice(self.members)
+        rows = np.flatnonzero(member.executor.rows.running & ~member.executor.rows.protected).tolist()
+        if rows:
+            self.scheduler._planner.preempt(member.executor, rng.choice(rows))
+            self.check()
+
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    def row_fails(self, rng: random.Random) -> None:
+        member = rng.choice(self.members)
+        rows = np.flatnonzero(member.executor.rows.running).tolist()
+        if rows:
+            member.toy.fail_rows.add(rng.choice(rows))
+
+    def plan_fails(self, rng: random.Random) -> None:
+        """The oldest step ends with an error: of any code, naming nobody or one of those it computes."""
+        member = rng.choice(self.members)
+        if not member.pending:
+            return
+        record, _ = member.pending[0]
+        rows = [*record.plan.decode_rows.tolist(), *record.plan.prefill_rows.tolist()]
+        row = rng.choice(rows) if rows and rng.random() < 0.5 else None
+        admission_id = 0 if row is None else int(member.executor.rows.admission[row])
+        code = rng.choice(list(PlanErrorCode))
+        error = PlanError(record.plan.epoch, record.plan.step_id, code, "made up", "", row, admission_id)
+        late = replace(error, epoch=error.epoch - 1)
+        assert self.scheduler.plan_failed(member.executor_id, late, member.now_ns) == ()
+        member.pending[0] = record, error
+        member.deliver()
+        assert not member.executor.up
+
+    def wrong_result(self, rng: random.Random) -> None:
+        """A result that is no answer changes nothing."""
+        member = rng.choice(self.members)
+        if not member.pending or isinstance(member.pending[0][1], PlanError):
+            return
+        plan: StepPlan = member.pending[0][0].plan
+        rows = u32([len(member.executor.rows) + 1])
+        wrong = rng.choice(
+            (
+                StepResult(plan.epoch, plan.step_id + 1),
+                StepResult(plan.epoch + 1, plan.step_id),
+                StepResult(plan.epoch, plan.step_id, emitted_rows=rows, tokens=u32([1])),
+                StepResult(plan.epoch, plan.step_id, emitted_rows=rows, tokens=u32([VOCAB])),
+            )
+        )
+        before = self.scheduler.stats()
+        try:
+            self.scheduler.update(member.executor_id, wrong, member.now_ns)
+        except ProtocolError:
+            assert self.scheduler.stats() == before
+            self.check()
+        else:
+            raise AssertionError("a wrong result was taken")
+
+    def disconnect(self, rng: random.Random) -> None:
+        rng.choice(self.members).disconnect()
+
+    def kill(self, rng: random.Random) -> None:
+        """Another process, sometimes of another size, takes the executor's place."""
+        member = rng.choice(self.members)
+        member.disconnect()
+        member.replace_executor(draw_info(rng) if rng.random() < 0.3 else None)
+
+    def connect(self, rng: random.Random) -> None:
+        member = rng.choice(self.members)
+        member.toy.keep_kv = rng.random() < 0.8
+        self._connect(member)
+
+    def _connect(self, member: Member) -> None:
+        others = [m.executor.info for m in self.members if m is not member]
+        least = min((context_limit(info) for info in others if info is not None), default=0)
+        try:
+            member.connect()
+        except ProtocolError:
+            assert context_limit(member.toy.info) < least
+            member.replace_executor(max((info for info in others if info is not None), key=context_limit))
+        else:
+            assert context_limit(member.toy.info) >= least
+            self._note_context()
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def end(self, max_rounds: int = 20_000) -> None:
+        """Faults are over: everything ends, and what came out is right."""
+        for member in self.members:
+            member.toy.fail_rows.clear()
+        for _ in range(max_rounds):
+            count = 0
+            for member in self.members:
+                if not member.executor.up:
+                    self._connect(member)
+                count += member.fill() + len(member.pending)
+                member.deliver()
+            self.num_steps += count
+            if not count and all(member.executor.up for member in self.members):
+                break
+        invariants.check(self.scheduler)
+        assert self.scheduler.num_live == 0, f"stuck: {self.scheduler.stats()}"
+        for member in self.members:
+            assert member.corrupt_reads + member.toy.corrupt_reads == 0, "a block held other tokens than its row"
+            assert member.limbo_violations + member.toy.limbo_violations == 0
+            e = self.scheduler.stats().executors[member.executor_id]
+            assert e.free_rows == e.num_rows == member.toy.info.num_rows
+            assert e.free_blocks == e.num_blocks == member.toy.info.num_blocks
+            assert e.limbo_blocks == e.in_flight_steps == member.toy.rows_in_use == 0
+        assert len(self.scheduler._expiry) == 0 and self.scheduler._queue.num_tokens == 0
+        for key, client in self.clients.items():
+            assert client.ends + client.silent >= 1, f"request {key} never ended"
+            self._check_tokens(client)
+        stats = self.scheduler.stats()
+        got = sum(len(client.tokens) for client in self.clients.values())
+        assert stats.generated_tokens == got - self._dropped_tokens
+        assert stats.preemptions <= self.setting.config.max_preemptions * len(self.clients)
+
+    def _check_tokens(self, client: Client) -> None:
+        """Exactly the undisturbed tokens, or a head of them where something ended the request before."""
+        request, s = client.submit, client.submit.sampling
+        expected = self._expected(client)
+        assert client.tokens == expected[: len(client.tokens)], f"request {request.key}"
+        if client.error is not None:
+            assert isinstance(client.error, SequenceFailed | TooLarge | DeadlinePassed | Overloaded | Unavailable)
+        if client.reason is None:
+            return
+        check_extras(client)
+        last, length = client.tokens[-1], len(client.tokens)
+        if length > s.min_tokens and last == 2 and not s.ignore_eos:
+            assert client.reason == FinishReason.EOS
+        elif length > s.min_tokens and last in s.stop_ids:
+            assert client.reason == FinishReason.STOP_TOKEN
+        elif length == s.max_tokens:
+            assert client.reason == FinishReason.MAX_TOKENS
+        else:
+            assert client.reason == FinishReason.CONTEXT and len(request.prompt) + length in self._contexts
+        if client.reason != FinishReason.CONTEXT:
+            assert client.tokens == expected
+
+    def _expected(self, client: Client) -> list[int]:
+        return expected_tokens(
+            client.submit.prompt.tolist(),
+            client.submit.sampling,
+            vocab_size=VOCAB,
+            eos_ids=(2,),
+            eos_chance=self.setting.eos_chance,
+            max_context=max(self._contexts),
+        )
+
+
+def check_extras(client: Client) -> None:
+    """Of a request that finished: each wanted position came exactly once, whatever happened."""
+    request, prompt = client.submit, len(client.submit.prompt)
+    sampling: Sampling = request.sampling
+    outputs = [o for extra in client.extras for o in extra.outputs]
+    raw = [o.position for o in outputs if o.kind == OutputKind.RAW_LOGITS]
+    assert raw == (list(range(prompt, prompt + len(client.tokens))) if request.raw_logits else [])
+    prompts = [o for o in outputs if o.kind == OutputKind.PROMPT_LOGPROBS]
+    wanted = [p for o in prompts for p in range(o.position, o.position + o.count)]
+    assert wanted == (list(range(1, prompt)) if sampling.num_prompt_logprobs else [])
+    tops = [t for extra in client.extras for t in extra.logprobs]
+    assert len(tops) == (len(client.tokens) if sampling.num_logprobs else 0)
+
+
+Operation = Callable[[Fleet, random.Random], None]
+
+OPERATIONS: Final[dict[str, tuple[Operation, float]]] = {
+    "submit": (Fleet.submit, 22),
+    "plan": (Fleet.plan, 22),
+    "deliver": (Fleet.deliver, 22),
+    "fill": (Fleet.fill, 6),
+    "go": (Fleet.go, 8),
+    "cancel": (Fleet.cancel, 3),
+    "finish": (Fleet.finish, 2),
+    "abort": (Fleet.abort, 1),
+    "preempt": (Fleet.preempt, 3),
+    "time_passes": (Fleet.time_passes, 3),
+    "reset_cache": (Fleet.reset_cache, 0.5),
+    "row_fails": (Fleet.row_fails, 1),
+    "plan_fails": (Fleet.plan_fails, 1),
+    "wrong_result": (Fleet.wrong_result, 1),
+    "disconnect": (Fleet.disconnect, 0.7),
+    "kill": (Fleet.kill, 0.5),
+    "connect": (Fleet.connect, 4),
+    "drain": (Fleet.drain, 0.03),
+}
