@@ -41,6 +41,11 @@ def wire_limit(info: ExecutorInfo, config: CoreConfig) -> int:
     return min(config.max_plan_bytes, info.max_message_bytes - info.max_message_bytes // 16)
 
 
+def output_limit(info: ExecutorInfo, config: CoreConfig) -> int:
+    """Bytes of bulk output a step may bring."""
+    return min(info.max_output_bytes, config.max_output_bytes or info.max_output_bytes)
+
+
 class ExecutorState:
     """Lives as long as the address is known; `connect` and `disconnect` bound each epoch.
 
@@ -106,7 +111,7 @@ class ExecutorState:
         self.max_tokens = min(info.max_tokens_per_step, config.max_num_batched_tokens or info.max_tokens_per_step)
         # A running sequence decodes one token per step, so more rows than tokens could never all move.
         self.max_num_seqs = min(info.max_num_seqs, config.max_num_seqs or info.max_num_seqs, self.max_tokens)
-        self.max_output_bytes = min(info.max_output_bytes, config.max_output_bytes or info.max_output_bytes)
+        self.max_output_bytes = output_limit(info, config)
         self.max_wire_bytes = wire_limit(info, config)
         self.is_eos = np.zeros(info.vocab_size, dtype=np.bool_)
         self.is_eos[[eos_id for eos_id in info.eos_ids if eos_id < info.vocab_size]] = True

@@ -10,11 +10,17 @@ sees what steps before N wrote and nothing later: a leader can be forked from th
 end of its prompt. The copied block is named by step N through the leader's row (`last_step`), so should the leader
 leave, it rests in limbo until the result of N. Shared blocks belong to both tables. The target is fresh, so no step
 in flight knows it.
+
+A leader may turn out to have failed in its prompt when forks of it are planned already: their blocks hold nothing then,
+and they fail as the leader did, before any token of theirs is known. See `forks_of`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from common.messages import RowError
 from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.messages import Submit
@@ -71,3 +77,12 @@ def can_fork(executor: ExecutorState, sequence: Sequence) -> bool:
         and leader.executor_id == executor.id
         and 0 < leader.prefilled_step < executor.next_step
     )
+
+
+def forks_of(executor: ExecutorState, error: RowError, step_id: int) -> list[int]:
+    """Rows that began with a prompt whose computation failed in step `step_id`. `error.row` is not freed yet."""
+    rows = executor.rows
+    leader = rows.seqs[error.row]
+    if leader is None or step_id > leader.prefilled_step:
+        return []  # it failed behind its prompt, or nobody forked from it yet
+    return np.flatnonzero(rows.forked_from == error.admission_id).tolist()

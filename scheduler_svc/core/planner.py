@@ -297,6 +297,7 @@ class Planner:
         assert leader is not None
         sequence.hashes, sequence.hash_block_size = leader.hashes[: len(head.blocks)], leader.hash_block_size
         rows.last_step[head.leader] = draft.step_id
+        rows.forked_from[row] = rows.admission[head.leader]
         rows.tainted[row] = rows.tainted[head.leader]  # what the cache must not offer of the one, nor of the other
         if head.copied >= 0:
             draft.copies.append((head.copied, int(rows.table[row, len(head.blocks)])))

@@ -1,11 +1,35 @@
 """Whether a request can ever be served. What can never fit is refused at once, naming the limit."""
 
-from common.errors import InvalidInput, NotSupported, TooLarge
+from collections.abc import Sequence
+
+from common.errors import InvalidInput, NotSupported, ProtocolError, TooLarge
 from common.messages import ExecutorInfo
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import admit_bytes
-from scheduler_svc.core.executor_state import context_limit, wire_limit
+from scheduler_svc.core.executor_state import context_limit, output_limit, wire_limit
 from scheduler_svc.messages import Submit
+
+
+def check_welcome(info: ExecutorInfo, others: Sequence[ExecutorInfo], config: CoreConfig) -> None:
+    """Raises ProtocolError when `info` holds less than the least of the others, or lacks what all of them can."""
+    for name, own, theirs in (
+        ("a context of {} tokens", context_limit(info), [context_limit(other) for other in others]),
+        ("{} bytes of output in a step", output_limit(info, config), [output_limit(other, config) for other in others]),
+        ("{} bytes in a plan", wire_limit(info, config), [wire_limit(other, config) for other in others]),
+    ):
+        if own < (least := min(theirs, default=0)):
+            raise ProtocolError(f"welcome: {name.format(own)}, where the other executors hold {least}", field="info")
+    if others and (lacking := set.intersection(*(set(other.features) for other in others)) - set(info.features)):
+        raise ProtocolError(f"welcome: no {sorted(lacking)}, which the other executors have", field="info")
+
+
+def check_length(length: int, max_context: int) -> None:
+    """Raises TooLarge when a sequence that had room before has none any more."""
+    if length + 1 > max_context:
+        raise TooLarge(
+            f"{length} tokens and one more no longer fit: the executor that came back holds {max_context}",
+            limit=str(max_context),
+        )
 
 
 def check_request(request: Submit, info: ExecutorInfo, config: CoreConfig) -> None:
@@ -47,7 +71,7 @@ def _check_outputs(request: Submit, info: ExecutorInfo, config: CoreConfig) -> N
     for wanted, feature in ((request.raw_logits, "raw_logits"), (s.num_prompt_logprobs, "prompt_logprobs")):
         if wanted and feature not in info.features:
             raise NotSupported(f"the executor gives no {feature}", field=feature)
-    limit = min(info.max_output_bytes, config.max_output_bytes or info.max_output_bytes)
+    limit = output_limit(info, config)
     if request.raw_logits and 4 * info.vocab_size > limit:
         raise TooLarge("the raw logits of one token pass the limit of a step", field="raw_logits", limit=str(limit))
     if 8 * s.num_prompt_logprobs - 4 > limit:

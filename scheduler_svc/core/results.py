@@ -1,11 +1,14 @@
 """Turns a StepResult into what the step's own record says it means."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from common.errors import ProtocolError
 from common.frozen import step_message
 from common.messages import U32, Output, OutputKind, RowError, StepResult
 from scheduler_svc.core.executor_state import ExecutorState, Flight
+from scheduler_svc.core.forks import forks_of
 from scheduler_svc.core.row_set import SEVERAL, U8, U64, RowSet
 from scheduler_svc.core.rows import I64, Rows
 from scheduler_svc.messages import WORKER_SHIFT, Extras, FinishReason, TokenBatch, TopTokens
@@ -14,7 +17,7 @@ from scheduler_svc.messages import WORKER_SHIFT, Extras, FinishReason, TokenBatc
 @step_message
 class Collected:
     """What of a step counts. sampled: the rows whose tokens do; tokens and reasons in their order, reasons as
-    FinishReason or 0. ended: entries with a reason."""
+    FinishReason or 0. ended: entries with a reason. row_errors: with those of forks, see `forks`."""
 
     flight: Flight
     sampled: RowSet
@@ -35,6 +38,11 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
     executor.last_result = flight.step_id
     executor.steps += 1
     errors = tuple(e for e in result.row_errors if rows.admission[e.row] == e.admission_id)
+    errors += tuple(
+        replace(error, row=row, admission_id=int(rows.admission[row]))
+        for error in errors
+        for row in forks_of(executor, error, flight.step_id)
+    )
     for error in errors:
         rows.tainted[error.row] = True
     for row, end in flight.prefills:

@@ -24,7 +24,8 @@ class Rows:
     protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
     it ends; left: final - high while decoding, else 0; capacity: token slots its table covers; due: the `high` from
     which it needs another block. min_end: length from which EOS and stop ids count. prefilled: known
-    computed positions of the prefill. tenant: slot in Tenants. last_step: the last step naming the row.
+    computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader whose prompt its
+    table began with, 0: none. last_step: the last step naming the row.
     recent[row, :recent_len[row]]: known tokens the Sequence has not got yet; no row's are full before `room` more
     steps.
     """
@@ -51,7 +52,7 @@ class Rows:
         self.recent: U32 = np.zeros((num_rows, RECENT), dtype=np.uint32)
         self.recent_len = ints()
         self.room = RECENT - _MAX_FLUSHES
-        self.tenant = ints()
+        self.tenant, self.forked_from = ints(), ints()
         self.num_with_stops = self.num_with_raw = 0
 
     def __len__(self) -> int:
@@ -107,5 +108,5 @@ class Rows:
         for flags in (self.running, self.accept, self.tainted, self.decoding, self.has_stops, self.raw_logits):
             flags[row] = False
         self.keys[row] = 0
-        self.recent_len[row] = 0
+        self.forked_from[row] = self.recent_len[row] = 0
         self.protected[row] = False

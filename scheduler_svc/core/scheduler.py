@@ -24,7 +24,7 @@ from scheduler_svc.core.outcome import Counters, Ending, EpochStart, StepOutcome
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policies.registry import make_policy
 from scheduler_svc.core.prefix_cache import tenant_salt
-from scheduler_svc.core.request_checks import check_request
+from scheduler_svc.core.request_checks import check_length, check_request, check_welcome
 from scheduler_svc.core.results import Collected, batches, collect
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.suspects import MAX_PLAN_ERRORS, book_death, is_device_fault, named, present
@@ -75,30 +75,25 @@ class Scheduler:
         """The executor answered the Hello of `epoch`. Returns the requests that can no longer ever fit.
 
         Raises ProtocolError when `epoch` is not the one begun last, and when the executor holds less than the others
-        do: requests accepted for those could end up on it.
+        do or can less: requests accepted for those could end up on it.
         """
         executor = self._executors[executor_id]
         if epoch != executor.epoch or executor.up:
             raise ProtocolError(f"welcome: for epoch {epoch}, the present one is {executor.epoch}", field="epoch")
-        others = [context_limit(e.info) for e in self._executors if e is not executor and e.info is not None]
-        if others and context_limit(welcome.info) < min(others):
-            raise ProtocolError(
-                f"welcome: a context of {context_limit(welcome.info)} tokens, where the other executors hold"
-                f" {min(others)}",
-                field="info",
-            )
+        check_welcome(welcome.info, [e.info for e in self._executors if e is not executor and e.info], self.config)
+        is_other = executor.info is not None and executor.info != welcome.info
         executor.connect(welcome)
         max_context, _ = self.limits()
         for known in self._executors:
             known.context = max_context  # no sequence may grow past what any of them could take over
         endings: list[Ending] = []
-        for sequence in tuple(self._live.values()):
-            if sequence.state == SequenceState.WAITING and sequence.length + 1 > max_context:
-                error = TooLarge(
-                    f"{sequence.length} tokens and one more no longer fit: the executor that came back holds"
-                    f" {max_context}",
-                    limit=str(max_context),
-                )
+        for sequence in tuple(self._live.values()) if is_other else ():
+            if sequence.state != SequenceState.WAITING:
+                continue
+            try:
+                check_request(sequence.request, welcome.info, self.config)
+                check_length(sequence.length, max_context)
+            except StepwireError as error:
                 endings += self._end(sequence, None, error)
         return tuple(endings)
 

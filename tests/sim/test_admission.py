@@ -9,6 +9,7 @@ from common.errors import (
     InvalidInput,
     NotSupported,
     Overloaded,
+    ProtocolError,
     StepwireError,
     TooLarge,
     Unavailable,
@@ -58,6 +59,33 @@ def test_no_sequence_outgrows_the_smallest_executor(small: dict[str, int]) -> No
     assert one.clients[grown].reason == FinishReason.CONTEXT and len(one.clients[grown].tokens) == 64 - 35
     assert one.clients[late].reason == FinishReason.MAX_TOKENS
     one.assert_tokens()
+
+
+@pytest.mark.parametrize(
+    ("less", "error"),
+    [
+        ({"max_output_bytes": 2000}, TooLarge),
+        ({"features": ("logprobs",)}, NotSupported),
+        ({"max_message_bytes": 128 * 1024}, TooLarge),
+    ],
+    ids=str,
+)
+def test_an_executor_that_comes_back_with_less_leaves_nobody_waiting_for_ever(
+    less: dict[str, object], error: type[StepwireError]
+) -> None:
+    sim = Sim(info=toy_info(max_output_bytes=1 << 20))
+    bias = tuple((token, 1.0) for token in range(300)) * 80
+    wide = sim.submit([5, 6, 7], 9, raw_logits=True, bias=bias)
+    usual = sim.submit([5, 6, 7], 9)
+    sim.fill()
+    sim.deliver()
+    sim.disconnect()
+    sim.replace_executor(toy_info(**less))
+    sim.run()
+    assert isinstance(sim.clients[wide].error, error)
+    assert sim.clients[usual].reason == FinishReason.MAX_TOKENS
+    with pytest.raises(ProtocolError):
+        Sim(info=toy_info(**{**less, "max_output_bytes": 1000, "features": ()}), beside=sim)
 
 
 @pytest.mark.parametrize("num_blocks", [2, 3, 4])

@@ -226,6 +226,34 @@ def test_what_fails_for_the_prompt_fails_for_all_that_wait_for_it() -> None:
     sim.assert_all_free()
 
 
+@pytest.mark.parametrize("leaves", ["", "cancelled", "preempted"])
+def test_a_prompt_that_failed_fails_for_those_that_forked_from_it_already(leaves: str) -> None:
+    """A row that failed computes no more: what forks planned since then read was never written."""
+    sim = Sim(CoreConfig(max_prefill_chunk=8, pipeline_depth=4))
+    sim.submit([7, 8, 9], 20)
+    other = sim.submit(PROMPT, 20, n=1, cache_salt=b"other")
+    key = sim.submit(PROMPT, 20, n=3)
+    sim.plan()
+    row = next(s.row for s in sim.scheduler.live_sequences() if s.key == key)
+    sim.toy.fail_rows.add(row)
+    sim.fill()
+    assert sim.executor.num_running == 5 and sim.depth == len(sim.pending), "two forks are in flight"
+    if leaves == "cancelled":
+        sim.cancel(key)
+    elif leaves == "preempted":
+        sim.scheduler._planner.preempt(sim.executor, row)
+    sim.run()
+    for i in range(3):
+        client = sim.clients[key + i]
+        assert client.silent or isinstance(client.error, SequenceFailed)
+        assert not client.tokens
+    assert sim.clients[other].reason is not None
+    again = sim.submit(PROMPT, 20)
+    sim.run()
+    assert sim.clients[again].tokens == sim.expected(again)
+    sim.assert_all_free()
+
+
 def test_prompt_logprobs_come_with_the_first_choice_only() -> None:
     sim = Sim()
     key = sim.submit(PROMPT, 3, n=3, num_prompt_logprobs=2, prompt_logprobs_from=1, num_logprobs=2)
