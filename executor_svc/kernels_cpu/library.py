@@ -85,7 +85,7 @@ class Library:
     def create(self, model: CModel, threads: int) -> int:
         handle = self._library.stepwire_create(ctypes.byref(model), threads)
         if not handle:
-            raise MemoryError("the CPU kernels could not allocate their buffers")
+            raise MemoryError(f"the CPU kernels could not have their buffers or {threads} threads")
         return int(handle)
 
     def destroy(self, handle: int) -> None:

@@ -2,9 +2,10 @@
 //
 // Residuals, norms, rotary and softmax are float32; the inputs of products, keys and values are bfloat16. Weights are
 // as weights.h says. One call is one run of a team of threads (threads.h); between phases the members meet at a barrier.
-// Called from one thread at a time. No exceptions leave: a call answers 0, or 1 when memory was lacking.
+// Called from one thread at a time. No exceptions leave: a call answers 0, or 1 when memory or threads were lacking.
 
 #include <cmath>
+#include <exception>
 #include <memory>
 #include <vector>
 
@@ -411,7 +412,7 @@ static int guarded(const Work& work) {
   try {
     work();
     return 0;
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {  // std::bad_alloc, or std::system_error of a thread
     return 1;
   }
 }
@@ -423,7 +424,7 @@ extern "C" {
 // 0: this processor or system does not let the code run; 1: vectors; 2: tile registers.
 API int stepwire_ready() { return !ask_for_tiles() ? 0 : stepwire::kHasTiles ? 2 : 1; }
 
-// null: memory was lacking. What `model` points to must outlive the decoder.
+// null: memory or threads were lacking. What `model` points to must outlive the decoder.
 API void* stepwire_create(const stepwire::Model* model, int threads) {
   stepwire::Decoder* made = nullptr;
   guarded([&] { made = new stepwire::Decoder(*model, threads); });

@@ -50,15 +50,17 @@ class Turnstile {
 
 class Team {
  public:
+  // Raises std::system_error where the system gives no more threads.
   explicit Team(int size) : size_(size) {
-    for (int id = 1; id < size; ++id) threads_.emplace_back([this, id] { work(id); });
+    try {
+      for (int id = 1; id < size; ++id) threads_.emplace_back([this, id] { work(id); });
+    } catch (...) {
+      leave();
+      throw;
+    }
   }
 
-  ~Team() {
-    leaving_ = true;
-    start_.advance();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Team() { leave(); }
 
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
@@ -103,6 +105,12 @@ class Team {
   }
 
  private:
+  void leave() {
+    leaving_ = true;
+    start_.advance();
+    for (auto& thread : threads_) thread.join();
+  }
+
   void work(int id) {
     uint32_t seen = 0;
     while (true) {

@@ -1,13 +1,16 @@
 """The CPU kernels against torch in float32, and against themselves, bit for bit."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from deploy.requirements import ROOT
 from executor_svc.kernels_cpu.decoder import NativeDecoder
 from executor_svc.kernels_cpu.packing import Format
-from tests.unit.kernels_cpu.scene import Case, Scene, Side, Work, relative_error
+from tests.unit.kernels_cpu.scene import Case, Scene, Side, Work, kernels, relative_error
 
 CASES = {
     "grouped": Case(),
@@ -118,3 +121,20 @@ def test_steps_take_no_more_memory_once_the_largest_was_seen() -> None:
     for _ in range(5):
         some()
     assert psutil.Process().memory_info().rss - before < 8 << 20
+
+
+def test_threads_that_are_not_to_be_had_are_an_error_not_an_abort() -> None:
+    kernels()
+    script = """
+import resource, psutil
+from tests.unit.kernels_cpu.scene import Case, Scene, Work
+scene = Scene(Case(), threads=600)
+room = psutil.Process().memory_info().vms + (200 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+try:
+    scene.native_side.step([Work(0, 0, [1])], scene.tables)
+except MemoryError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "600 threads" in done.stdout, done.stderr
