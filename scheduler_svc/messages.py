@@ -135,6 +135,11 @@ class ResetPrefixCache:
 ToCore = Submit | Cancel | Finish | Abort | GetStats | WatchSteps | Drain | ResetPrefixCache
 
 
+def makes_room(message: ToCore) -> bool:
+    """It only ever ends work, so it is taken however far behind the core is."""
+    return isinstance(message, Cancel | Finish) or (isinstance(message, WatchSteps) and not message.on)
+
+
 # --------------------------------------------------------------------------------------------------- core to worker
 
 
@@ -341,7 +346,7 @@ class CorePort(Protocol):
     """A worker's way to the core."""
 
     def send(self, message: ToCore) -> None:
-        """Never blocks. Raises Overloaded when the core is `max_port_messages` behind (Cancel and Finish never are)."""
+        """Never blocks. Raises Overloaded when the core is `max_port_messages` behind, except of what `makes_room`."""
         ...
 
 

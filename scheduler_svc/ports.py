@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from common.errors import Overloaded
-from scheduler_svc.messages import Cancel, Finish, ToCore
+from scheduler_svc.messages import ToCore, makes_room
 
 MAX_PORT_MESSAGES = 4096
 
@@ -21,8 +21,8 @@ class LocalPort:
         self._box: deque[ToCore] = deque()
 
     def send(self, message: ToCore) -> None:
-        """Never blocks. Raises Overloaded when the box is full; Cancel and Finish, which make room, always fit."""
-        if len(self._box) >= self._max_messages and not isinstance(message, Cancel | Finish):
+        """Never blocks. Raises Overloaded when the box is full; what `makes_room` always fits."""
+        if len(self._box) >= self._max_messages and not makes_room(message):
             raise Overloaded(
                 "the scheduler is too far behind to take more", limit=str(self._max_messages), retry_after_ms=1000
             )

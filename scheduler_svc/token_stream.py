@@ -315,6 +315,7 @@ class TokenStream:
         if not (buffer.token_ids or buffer.text or buffer.prompt_logprobs or done):
             if self.error is not None:
                 raise self.error
+            self._unread_since_ns = None  # an entry without content: nothing is left unread
             return None
         piece = self._cut()
         self._reader_moved = True

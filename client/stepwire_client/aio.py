@@ -140,8 +140,10 @@ class AsyncGeneration(AsyncStream[Event]):
     choices' Started come first, the rest interleaved."""
 
     async def texts(self) -> AsyncIterator[str]:
-        """Only the text, as it comes."""
+        """Only the text, as it comes. Raises ValueError where n is above 1."""
         async for event in self:
+            if event.index:
+                raise ValueError("with n > 1 the texts of several answers are interleaved: read the events' index")
             if isinstance(event, Delta) and event.text:
                 yield event.text
 

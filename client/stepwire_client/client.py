@@ -129,8 +129,10 @@ class Generation(Stream[Event]):
     choices' Started come first, the rest interleaved."""
 
     def texts(self) -> Iterator[str]:
-        """Only the text, as it comes."""
+        """Only the text, as it comes. Raises ValueError where n is above 1."""
         for event in self:
+            if event.index:
+                raise ValueError("with n > 1 the texts of several answers are interleaved: read the events' index")
             if isinstance(event, Delta) and event.text:
                 yield event.text
 

@@ -206,10 +206,10 @@ class ApiWorker:
 
     def open_watch(self) -> StepWatch:
         """Each finished step from now on, until `close_watch`."""
+        if not self._watches:
+            self._port.send(WatchSteps(self._worker_id, True))
         watch = StepWatch()
         self._watches.append(watch)
-        if len(self._watches) == 1:
-            self._port.send(WatchSteps(self._worker_id, True))
         return watch
 
     def close_watch(self, watch: StepWatch) -> None:

@@ -199,15 +199,13 @@ class Scheduler:
         most, waiting = self.config.max_queued_requests, len(self._queue) + self._queue.num_held
         if len(keys) > most:
             raise TooLarge(f"n is {len(keys)}, more than may wait at all", field="n", limit=str(most))
-        queued = self.config.max_queued_tokens
-        if waiting + len(keys) > most or (
-            queued and len(self._queue) and self._queue.num_tokens + len(request.prompt) > queued
-        ):
-            raise Overloaded(
-                f"{waiting} requests wait already",
-                limit=str(self.config.max_queued_requests),
-                retry_after_ms=self._drain_rate.retry_after_ms(len(self._queue), now_ns),
-            )
+        queued, most_tokens = self._queue.num_tokens, self.config.max_queued_tokens
+        full = (f"{waiting} requests wait already", most) if waiting + len(keys) > most else None
+        if most_tokens and len(self._queue) and queued + len(request.prompt) > most_tokens:
+            full = full or (f"requests with {queued} prompt tokens wait already", most_tokens)
+        if full is not None:
+            retry_ms = self._drain_rate.retry_after_ms(len(self._queue), now_ns)
+            raise Overloaded(full[0], limit=str(full[1]), retry_after_ms=retry_ms)
 
     def cancel(self, key: int, now_ns: int) -> bool:
         """The caller is gone or gave up. Idempotent; true if the request was live. Nothing more comes for it."""

@@ -8,8 +8,11 @@ import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from common.errors import ConfigError
+
+MAX_PORT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,12 @@ class PortHolder:
 
     def _hold(self, address: str, field: str) -> str:
         host, _, port = address.rpartition(":")
+        if int(port) > MAX_PORT:
+            raise ConfigError(f"{field}: there is no port {port} for the last API process", field=field)
+        if int(port) and any(held.getsockname()[1] == int(port) for held in self._sockets):
+            raise ConfigError(
+                f"{field}: two API processes would have port {port} as their own, or all of them", field=field
+            )
         try:
             found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             family, _, _, _, target = found[0]

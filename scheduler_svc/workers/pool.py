@@ -116,7 +116,7 @@ class WorkerPool:
             if self._stopping:
                 return
             attempts += 1
-            if status == EXIT_CONFIG:
+            if status == EXIT_CONFIG and not (ready.is_set() and self._anyone_serves()):
                 self._fail(ConfigError("an api worker can not start; it said why above"))
                 return
             if not ready.is_set() and attempts >= START_ATTEMPTS:
@@ -127,6 +127,10 @@ class WorkerPool:
             pause_s = backoff.next_s()
             log.error("api worker in place %d ended with status %d; another starts in %.1f s", place, status, pause_s)
             await asyncio.sleep(pause_s)
+
+    def _anyone_serves(self) -> bool:
+        """Then a file that was broken since the start is no reason to end their streams."""
+        return any(worker.serves for worker in self._workers.values())
 
     async def _run(self, place: int, ready: asyncio.Event) -> int:
         """One process, from start to end."""

@@ -33,7 +33,7 @@ from scheduler_svc.app import (
 )
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.liveness import BEAT_S, STUCK_AFTER_BEATS
-from scheduler_svc.messages import Cancel, Finish, ToCore
+from scheduler_svc.messages import ToCore, makes_room
 from scheduler_svc.workers.control import Beat, BeatAnswer, Listening, Setup, Stop
 from scheduler_svc.workers.frames import signatures
 from scheduler_svc.workers.link import Link
@@ -56,7 +56,7 @@ class RemoteCore:
 
     def send(self, message: ToCore) -> None:
         """See CorePort. Raises Unavailable, too: the core is gone."""
-        if not isinstance(message, Cancel | Finish):
+        if not makes_room(message):
             if not self._link.is_open:
                 raise Unavailable("the scheduler's core is gone", retry_after_ms=1000)
             if self._link.backlog > MAX_BACKLOG_BYTES:

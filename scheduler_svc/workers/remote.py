@@ -42,6 +42,10 @@ class RemoteWorker:
     def worker_id(self) -> int:
         return self._setup.worker_id
 
+    @property
+    def serves(self) -> bool:
+        return self.listening.done() and self.listening.result()
+
     async def start(self, command: Sequence[str]) -> None:
         """Starts `command`, with the number of its end of the socket as last argument. Raises OSError."""
         ours, theirs = socket.socketpair()
@@ -69,8 +73,8 @@ class RemoteWorker:
         return status
 
     def beat(self, alive: bool) -> None:
-        """Once a second."""
-        if self._link is None or not self._link.is_open:
+        """Once a second. Not answered, and not asked, while it loads what it needs: that has a limit of its own."""
+        if self._link is None or not self._link.is_open or not self.serves:
             return
         if self._unanswered >= MAX_UNANSWERED_BEATS:
             self._drop(f"did not answer {self._unanswered} beats")

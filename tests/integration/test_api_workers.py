@@ -42,6 +42,16 @@ class Service:
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.child.child.pid).children()
 
+    def worker(self, place: int) -> psutil.Process:
+        """The one that listens on the address of its own in this place."""
+        port = int(self.addresses[1 + place].rpartition(":")[2])
+        (found,) = [
+            p
+            for p in self.workers()
+            if any(c.laddr.port == port for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+        ]
+        return found
+
 
 @contextlib.asynccontextmanager
 async def service(directory: Path, *args: str, delay_ms: int = 5) -> AsyncIterator[Service]:
@@ -186,13 +196,7 @@ def test_a_killed_worker_takes_only_its_own_streams_with_it(tmp_path: Path) -> N
                 await first_token(stream)
             tokens = await first_token(survivor)
             killed = {p.pid for p in served.workers()}
-            (port,) = [int(served.addresses[1].rpartition(":")[2])]
-            (victim,) = [
-                p
-                for p in served.workers()
-                if any(c.laddr.port == port for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
-            ]
-            victim.send_signal(signal.SIGKILL)
+            served.worker(0).send_signal(signal.SIGKILL)
             for stream in victims:
                 with pytest.raises(grpc.aio.AioRpcError) as lost:
                     await rest(stream)
@@ -334,3 +338,27 @@ def test_nobody_starts_a_worker_by_hand(tmp_path: Path) -> None:
     with process("scheduler_svc.workers", [], tmp_path / "log") as child:
         assert child.wait() == 2
         assert "--api-workers" in child.log
+
+
+def test_a_file_that_broke_since_the_start_ends_nobody_elses_streams(tmp_path: Path) -> None:
+    """A worker that dies then has no successor until the file is mended; the others serve on."""
+
+    async def main() -> None:
+        tokens = tmp_path / "tokens"
+        tokens.write_text("correct-horse\n")
+        bearer = (("authorization", "Bearer correct-horse"),)
+        async with service(tmp_path, "--auth-tokens-file", str(tokens)) as served, contextlib.AsyncExitStack() as stack:
+            one, two = [await stack.enter_async_context(grpc.aio.insecure_channel(a)) for a in served.addresses[1:]]
+            await ready(one)
+            await ready(two)
+            tokens.write_text("")
+            served.worker(0).kill()
+            while served.child.log.count("another starts in") < 2:  # noqa: ASYNC110 - written by another process
+                await asyncio.sleep(0.01)
+            request = generate_request(12)
+            stream = inference_pb2_grpc.InferenceStub(two).Generate(request, metadata=bearer)
+            assert await rest(stream) == oracle(prompts(1)[0], seeded(1, 12))
+            tokens.write_text("correct-horse\n")
+            await again_ready(one)
+
+    run(main(), 60.0)

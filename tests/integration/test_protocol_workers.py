@@ -107,8 +107,11 @@ def test_full_box_refuses_but_takes_what_makes_room() -> None:
     port.send(submit_message(2, [5]))
     with pytest.raises(Overloaded):
         port.send(submit_message(3, [5]))
+    with pytest.raises(Overloaded):
+        port.send(WatchSteps(0, True))
     port.send(Cancel(1))
-    assert len(port.take()) == 3
+    port.send(WatchSteps(0, False))
+    assert len(port.take()) == 4
     port.send(GetStats(1, 0))
 
 

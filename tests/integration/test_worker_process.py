@@ -81,6 +81,22 @@ def test_a_worker_that_answers_no_beats_is_killed(monkeypatch: pytest.MonkeyPatc
     run(main())
 
 
+def test_a_worker_that_still_loads_is_asked_no_beats() -> None:
+    """A large tokenizer on a busy machine takes its time, for which there is another limit."""
+
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, engine(served.address) as (loop, _):
+            worker = RemoteWorker(setup(), loop)
+            await worker.start(COMMAND)
+            for _ in range(remote.MAX_UNANSWERED_BEATS + 1):
+                worker.beat(True)
+            assert await worker.listening
+            worker.stop(0.0)
+            assert await worker.wait() == 0
+
+    run(main())
+
+
 def test_code_that_changed_on_disk_is_no_worker_of_a_running_core() -> None:
     async def main() -> None:
         async with serving(ToyExecutor()) as served, engine(served.address) as (loop, _):

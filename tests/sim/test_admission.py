@@ -182,8 +182,9 @@ def test_the_queue_is_bounded_by_requests() -> None:
 def test_the_queue_is_bounded_by_tokens_but_one_request_always_fits() -> None:
     sim = Sim(CoreConfig(max_queued_tokens=10))
     sim.submit(range(3, 23), 5)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded) as refused:
         sim.submit([5], 5)
+    assert refused.value.limit == "10" and "20 prompt tokens" in refused.value.message
     sim.run()
 
 

@@ -34,6 +34,7 @@ from scheduler_svc.messages import (
     Submit,
     ToCore,
     TokenBatch,
+    makes_room,
 )
 
 EOS = 256
@@ -107,7 +108,7 @@ class FakeCore:
         self.live: dict[int, Submit] = {}
         self.stats = Stats()
         self.mute = False  # answers nothing, as if stuck
-        self.full: Exception | None = None  # raised on the next Submit
+        self.full: Exception | None = None  # raised on what is more work
         self._script = script
         self._tasks: set[asyncio.Task[None]] = set()
         worker.connect(self)
@@ -117,7 +118,7 @@ class FakeCore:
         return [message for message in self.sent if isinstance(message, kind)]
 
     def send(self, message: ToCore) -> None:
-        if self.full is not None and isinstance(message, Submit):
+        if self.full is not None and not makes_room(message):
             raise self.full
         self.sent.append(message)
         if self.mute:

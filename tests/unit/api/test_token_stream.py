@@ -53,6 +53,13 @@ def test_what_the_reader_missed_comes_as_one_piece() -> None:
     assert state.take() is None
 
 
+def test_an_entry_without_content_is_nothing_left_unread() -> None:
+    state = stream(num_prompt_logprobs=1)
+    feed(state, b"")
+    assert state.take() is None
+    assert not state.check_reader(31 * SECOND) and state.error is None
+
+
 def test_text_of_the_stop_token_is_not_shown_but_its_id_is() -> None:
     for stops in ((), ("zz",)):
         state = stream(stops)

@@ -280,6 +280,18 @@ def test_unread_results_are_bounded_in_total_and_the_largest_goes(swept: bool) -
     run(test)
 
 
+def test_a_watch_that_the_core_has_no_room_for_leaves_nothing_behind() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        core.full = Overloaded("behind")
+        with pytest.raises(Overloaded):
+            worker.open_watch()
+        core.full = None
+        worker.close_watch(worker.open_watch())
+        assert core.of(WatchSteps) == [WatchSteps(3, True), WatchSteps(3, False)]
+
+    run(test)
+
+
 def test_a_slow_watcher_is_told_what_it_lost() -> None:
     async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
         watch = worker.open_watch()

@@ -35,6 +35,8 @@ def test_events_texts_and_completion() -> None:
         assert events[0] == sw.Started("r", 3, 9)
         assert events[-1] == sw.Finished(sw.FinishReason.EOS, sw.Usage(3, 1, 2), 2)
         assert "".join([text async for text in client.generate(token_ids=[1]).texts()]) == "Hello world"
+        with pytest.raises(ValueError, match="n > 1"):
+            assert [text async for text in client.generate(token_ids=[1], n=2).texts()] == []
         assert (await client.complete("Hi")).text == "Hello world"
         assert (await client.chat([{"role": "user", "content": "u"}])).token_ids == (5, 6)
 

@@ -43,6 +43,9 @@ def test_generate_brings_typed_events(served: tuple[FakeInference, sw.Client]) -
 def test_texts_and_completion_agree(served: tuple[FakeInference, sw.Client]) -> None:
     server, client = served
     assert "".join(client.generate(token_ids=[1, 2]).texts()) == "Hello world"
+    with pytest.raises(ValueError, match="n > 1"), client.generate(token_ids=[1, 2], n=2) as two:
+        "".join(two.texts())
+    server.requests.pop()
     assert list(server.requests[0].token_ids.ids) == [1, 2]
     whole = client.complete("Hi")
     assert server.requests[1].HasField("stream") and not server.requests[1].stream
