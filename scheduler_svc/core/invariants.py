@@ -14,6 +14,7 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError naming the first rule that is broken."""
     for executor in scheduler.executors:
         if executor.up:
+            assert executor.rows.final.max(initial=0) <= scheduler.limits()[0], "a row may outgrow another executor"
             _check_rows(executor)
             _check_writes(executor)
             _check_copies(executor)

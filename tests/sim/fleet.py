@@ -294,8 +294,9 @@ class Fleet:
     def row_fails(self, rng: random.Random) -> None:
         member = rng.choice(self.members)
         rows = np.flatnonzero(member.executor.rows.running).tolist()
+        leaders = [row for row in rows if (s := member.executor.rows.seqs[row]) is not None and s.followers]
         if rows:
-            member.toy.fail_rows.add(rng.choice(rows))
+            member.toy.fail_rows.add(rng.choice(leaders or rows))
             self._rows_failed = True
 
     def plan_fails(self, rng: random.Random) -> None:
