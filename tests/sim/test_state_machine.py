@@ -113,7 +113,7 @@ def test_every_operation_has_its_rule() -> None:
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=50,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     database=None,
