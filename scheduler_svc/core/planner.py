@@ -225,6 +225,8 @@ class Planner:
             # Position p comes with the computation of p - 1.
             count = first + room - 1 - sequence.planned
             wanted = room
+            if count <= 0:
+                draft.executor.reserved_output = max(draft.executor.reserved_output, size)
         draft.output_bytes -= wanted * size
         return count
 

@@ -170,3 +170,18 @@ def test_a_target_for_the_time_between_tokens_bounds_what_prompts_may_take_of_a_
     steered, prompts = _step_times(5.5)
     assert max(steered) <= 5.5 and len(steered) > 50
     assert prompts > 0.4 * most, "as many as the target allows: 30 of 60"
+
+
+def test_prompt_logprobs_do_not_wait_until_no_raw_logits_are_wanted() -> None:
+    """One row's raw logits fill the output of a step, in every step."""
+    sim = Sim(CoreConfig(), toy_info(max_output_bytes=4000))
+    raw = sim.submit([5, 6, 7], 100, raw_logits=True, ignore_eos=True)
+    sim.fill()
+    sim.deliver()
+    key = sim.submit(range(20, 60), 5, num_prompt_logprobs=3, prompt_logprobs_from=1)
+    while sim.clients[key].reason is None:
+        sim.fill()
+        sim.deliver()
+    assert len(sim.clients[raw].tokens) < 15
+    sim.run()
+    sim.assert_tokens()
