@@ -5,6 +5,8 @@
 #                          context; engines since 23 also take --build-context wheels=/any/folder)
 #   an index               --build-arg TORCH_INDEX=URL; the default is PyTorch's index of CPU builds; empty: pip's own
 #                          index, whose build for Linux x86-64 is CUDA's
+# Kernels are built where they run, so the image has a compiler; --build-arg COMPILER= leaves it out, and no Debian mirror is
+# needed: torch's own operators then compute the steps, slower.
 # pip's configuration (a mirror, a proxy) comes as a secret: --secret id=pip,src=deploy/pip.conf
 
 FROM scratch AS wheels
@@ -47,6 +49,10 @@ COPY deploy/*.py deploy/
 RUN pip install --no-deps --no-index --no-build-isolation --prefix /code ./client .
 
 FROM python:3.11-slim
+ARG COMPILER=g++
+RUN if [ -n "$COMPILER" ]; then \
+        apt-get update && apt-get install -y --no-install-recommends $COMPILER && rm -rf /var/lib/apt/lists/*; \
+    fi
 RUN useradd --uid 10001 --user-group --create-home stepwire && install -d -o stepwire -g stepwire /models
 COPY --from=deps /opt/stepwire /opt/stepwire
 COPY --from=code /code /opt/stepwire

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 
 import torch
 
@@ -15,6 +14,7 @@ from executor_svc.buffers import RowState
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.cuda_device import CudaDevice
 from executor_svc.device_step import DeviceStep, Model
+from executor_svc.environment import why_no_triton
 from executor_svc.graph_cache import GraphCache, context_buckets
 from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder
 from executor_svc.kv_cache import (
@@ -51,10 +51,13 @@ def make_ops(numerics: str, device: torch.device | None = None) -> FastOps | Exa
         raise ConfigError(f"numerics is fast or exact, not {numerics!r}", field="numerics")
     if numerics == "exact":
         return ExactOps()
-    if device is not None and device.type == "cuda" and find_spec("triton") is not None:
-        from executor_svc.triton_ops import TritonOps  # only now: a CPU's installation has no triton
+    if device is not None and device.type == "cuda":
+        reason = why_no_triton()
+        if not reason:
+            from executor_svc.triton_ops import TritonOps  # only now: a CPU's installation has no triton
 
-        return TritonOps()
+            return TritonOps()
+        log.warning("steps run on torch's operators, not in Triton's kernels: %s", reason)
     return FastOps()
 
 

@@ -1,6 +1,9 @@
-"""What must stand in the environment before torch is imported. Loads no torch."""
+"""What must stand in the environment before torch is imported, and what the machine has. Loads no torch."""
 
 import os
+import shutil
+import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -36,3 +39,17 @@ def read_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         if name.strip() in ("flags", "Features"):
             return frozenset(value.split())
     return frozenset()
+
+
+def why_no_triton() -> str:
+    """Why Triton's kernels can not run on a GPU of this machine; empty: they can.
+
+    What launches them is C, which Triton compiles when it is first used (its runtime/build.py names the same places).
+    """
+    if find_spec("triton") is None:
+        return "the package triton is missing, which a CUDA build of torch brings"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler (gcc or clang) is installed"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    return "" if Path(headers, "Python.h").is_file() else f"Python's C headers are missing ({headers}/Python.h)"

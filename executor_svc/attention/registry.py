@@ -9,6 +9,7 @@ from common.errors import ConfigError
 from executor_svc.attention.exact import ExactAttention
 from executor_svc.attention.layout import AttentionBackend, AttentionShape
 from executor_svc.attention.torch_paged import TorchPagedAttention
+from executor_svc.environment import why_no_triton
 from executor_svc.numerics import ExactOps, FastOps
 
 Ops = FastOps | ExactOps
@@ -29,11 +30,8 @@ def _exact(shape: AttentionShape, ops: Ops, device: torch.device) -> AttentionBa
 
 
 def _triton(shape: AttentionShape, ops: Ops, device: torch.device) -> AttentionBackend:
-    if find_spec("triton") is None:
-        raise ConfigError(
-            "attention backend triton needs the package triton, which a CUDA build of torch brings",
-            field="attention_backend",
-        )
+    if (reason := why_no_triton()) and (device.type == "cuda" or find_spec("triton") is None):
+        raise ConfigError(f"attention backend triton: {reason}", field="attention_backend")
     if device.type != "cuda" and not _is_interpreted():
         raise ConfigError(f"attention backend triton needs a CUDA device, not {device}", field="attention_backend")
     # Only now: the package is no part of a CPU's installation.
@@ -55,7 +53,7 @@ def make_backend(name: str, shape: AttentionShape, ops: Ops, device: torch.devic
         if isinstance(ops, ExactOps):
             name = "exact"
         else:
-            name = "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
+            name = "triton" if device.type == "cuda" and not why_no_triton() else "torch"
     if name not in BACKENDS:
         raise ConfigError(
             f"unknown attention backend {name!r}; there are: auto, {', '.join(sorted(BACKENDS))}",

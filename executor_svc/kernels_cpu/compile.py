@@ -54,19 +54,31 @@ def kernel_library() -> Path:
     for path in sources():
         digest.update(path.read_bytes())
     digest.update(" ".join([*FLAGS, *sorted(flags)]).encode())
-    target = cache_dir() / "kernels" / f"step-{digest.hexdigest()[:20]}.so"
-    if not target.is_file():
-        compiler = find_compiler()
+    name = f"step-{digest.hexdigest()[:20]}.so"
+    folders = _folders()
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    compiler, refusals = find_compiler(), []
+    for folder in folders:
         try:
-            with exclusive(cache_dir()) as work:
-                if not target.is_file():
-                    built = work / target.name
-                    build(compiler, FLAGS, built)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    built.replace(target)
+            # A lock of their own: whoever fetches a model holds the cache's for as long as that takes.
+            with exclusive(folder) as work:
+                if not (folder / name).is_file():
+                    build(compiler, FLAGS, work / name)
+                    (work / name).replace(folder / name)
         except (OSError, ModelError) as error:
-            raise NoKernels(f"the kernels could not be put into the cache: {error}") from error
-    return target
+            refusals.append(str(error))
+        else:
+            return folder / name
+    raise NoKernels(f"the kernels could not be put into the cache: {'; '.join(refusals)}")
+
+
+def _folders() -> list[Path]:
+    """The cache's, then the home directory's: in a container the cache may be a volume that is mounted read-only."""
+    home = os.environ.get("HOME", "")
+    second = [Path(home, ".cache", "stepwire")] if home.startswith("/") else []
+    return [root / "kernels" for root in dict.fromkeys([cache_dir(), *second])]
 
 
 def build(compiler: str, flags: Sequence[str], target: Path) -> None:

@@ -174,8 +174,9 @@ def test_backends_by_name() -> None:
 
 def test_without_triton_its_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(4, 2, DIM, (0,))
-    monkeypatch.setattr("executor_svc.attention.registry.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs the package triton"):
+    for module in ("attention.registry", "environment"):
+        monkeypatch.setattr(f"executor_svc.{module}.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package triton is missing"):
         make_backend("triton", shape, make_ops("fast"), torch.device("cuda"))
     assert make_backend("auto", shape, make_ops("fast"), torch.device("cuda")).name == "torch"
 

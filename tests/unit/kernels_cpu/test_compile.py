@@ -56,9 +56,24 @@ def test_a_file_that_is_no_library(tmp_path: Path) -> None:
 def test_a_read_only_cache(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         pytest.skip("needs a compiler")
+    monkeypatch.setenv("HOME", "/proc")
     (able / "stepwire").write_text("a file where the cache should be")
     with pytest.raises(NoKernels, match="cache"):
         kernel_library()
+
+
+def test_home_stands_in_for_a_cache_that_can_not_be_written(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = able / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho >"$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("HOME", str(able / "home"))
+    (able / "stepwire").write_text("a file where the cache should be")
+    built = kernel_library()
+    assert built.parent == able / "home" / ".cache" / "stepwire" / "kernels"
+    compiler.unlink()
+    assert kernel_library() == built
+    assert [path for path in built.parent.iterdir() if path.name != "lock"] == [built]
 
 
 @pytest.mark.slow

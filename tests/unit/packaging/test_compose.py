@@ -152,6 +152,14 @@ def test_dockerfiles_name_no_frontend_and_no_host_but_pytorchs(dockerfile: Path)
     assert all(url.startswith("download.pytorch.org") for url in text.split("https://")[1:])
 
 
+def test_the_executor_can_build_its_kernels_and_load_them(services: dict[str, Any]) -> None:
+    """Engines mount a tmpfs noexec unless told otherwise, and libraries can not be loaded from there."""
+    (home,) = [mount for mount in services["executor"]["tmpfs"] if mount.startswith("/home/stepwire:")]
+    assert "exec" in home.partition(":")[2].split(",")
+    image = (ROOT / "deploy" / "executor.Dockerfile").read_text().rpartition("\nFROM ")[2]
+    assert "ARG COMPILER=g++\n" in image and image.index("$COMPILER") < image.index("USER ")
+
+
 @pytest.mark.parametrize("name", ["scheduler", "executor"])
 def test_images_run_as_the_user_compose_names(name: str) -> None:
     lines = (ROOT / "deploy" / f"{name}.Dockerfile").read_text().splitlines()

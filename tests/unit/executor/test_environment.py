@@ -1,0 +1,36 @@
+"""What the machine lacks for Triton is known before a GPU's first step, which would fail of it."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor_svc import environment
+from executor_svc.build import make_ops
+from executor_svc.environment import why_no_triton
+from executor_svc.numerics import FastOps
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Has the package, a compiler and Python's headers."""
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(environment, "find_spec", lambda name: name)
+    monkeypatch.setattr(sysconfig, "get_path", lambda *which: str(tmp_path))
+    return tmp_path
+
+
+def test_what_triton_needs_is_there(able: Path) -> None:
+    assert why_no_triton() == ""
+
+
+@pytest.mark.parametrize(("missing", "reason"), [("gcc", "no C compiler"), ("Python.h", "Python's C headers")])
+def test_a_gpu_is_served_by_torch_without(able: Path, missing: str, reason: str) -> None:
+    (able / missing).unlink()
+    assert reason in why_no_triton()
+    assert type(make_ops("fast", torch.device("cuda"))) is FastOps
