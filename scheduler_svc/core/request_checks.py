@@ -10,16 +10,16 @@ from scheduler_svc.core.executor_state import context_limit, output_limit, wire_
 from scheduler_svc.messages import Submit
 
 
-def check_welcome(info: ExecutorInfo, others: Sequence[ExecutorInfo], config: CoreConfig) -> None:
-    """Raises ProtocolError when `info` holds less than the least of the others, or lacks what all of them can."""
+def check_welcome(info: ExecutorInfo, known: Sequence[ExecutorInfo], config: CoreConfig) -> None:
+    """Raises ProtocolError when `info` holds less than the least of `known`, or lacks what all of them can."""
     for name, own, theirs in (
-        ("a context of {} tokens", context_limit(info), [context_limit(other) for other in others]),
-        ("{} bytes of output in a step", output_limit(info, config), [output_limit(other, config) for other in others]),
-        ("{} bytes in a plan", wire_limit(info, config), [wire_limit(other, config) for other in others]),
+        ("a context of {} tokens", context_limit(info), [context_limit(other) for other in known]),
+        ("{} bytes of output in a step", output_limit(info, config), [output_limit(other, config) for other in known]),
+        ("{} bytes in a plan", wire_limit(info, config), [wire_limit(other, config) for other in known]),
     ):
         if own < (least := min(theirs, default=0)):
             raise ProtocolError(f"welcome: {name.format(own)}, where the other executors hold {least}", field="info")
-    if others and (lacking := set.intersection(*(set(other.features) for other in others)) - set(info.features)):
+    if known and (lacking := set.intersection(*(set(other.features) for other in known)) - set(info.features)):
         raise ProtocolError(f"welcome: no {sorted(lacking)}, which the other executors have", field="info")
 
 

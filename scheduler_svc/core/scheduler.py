@@ -74,18 +74,20 @@ class Scheduler:
     def executor_up(self, executor_id: int, epoch: int, welcome: Welcome, now_ns: int) -> tuple[Ending, ...]:
         """The executor answered the Hello of `epoch`. Returns the requests that can no longer ever fit.
 
-        Raises ProtocolError when `epoch` is not the one begun last, and when the executor holds less than the others
-        do or can less: requests accepted for those could end up on it.
+        Raises ProtocolError when `epoch` is not the one begun last, and when the executor holds less than all those
+        known, or can less: requests accepted for those could end up on it.
         """
         executor = self._executors[executor_id]
         if epoch != executor.epoch or executor.up:
             raise ProtocolError(f"welcome: for epoch {epoch}, the present one is {executor.epoch}", field="epoch")
-        check_welcome(welcome.info, [e.info for e in self._executors if e is not executor and e.info], self.config)
+        known = [e.info for e in self._executors if e.info is not None]
+        if known != [executor.info]:  # what it was itself counts: nothing was accepted that this could not serve
+            check_welcome(welcome.info, known, self.config)
         is_other = executor.info is not None and executor.info != welcome.info
         executor.connect(welcome)
         max_context, _ = self.limits()
-        for known in self._executors:
-            known.context = max_context  # no sequence may grow past what any of them could take over
+        for each in self._executors:
+            each.context = max_context  # no sequence may grow past what any of them could take over
         endings: list[Ending] = []
         for sequence in tuple(self._live.values()) if is_other else ():
             if sequence.state != SequenceState.WAITING:

@@ -356,10 +356,10 @@ class Fleet:
 
     def _connect(self, member: Member) -> None:
         others = [info for m in self.members if m is not member and (info := m.executor.info) is not None]
-        own = member.toy.info
+        own, known = member.toy.info, [*others, *([member.executor.info] if member.executor.info else [])]
         holds_less = bool(others) and (
-            context_limit(own) < min(map(context_limit, others))
-            or own.max_output_bytes < min(info.max_output_bytes for info in others)
+            context_limit(own) < min(map(context_limit, known))
+            or own.max_output_bytes < min(info.max_output_bytes for info in known)
         )
         try:
             member.connect()

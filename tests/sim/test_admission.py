@@ -88,6 +88,21 @@ def test_an_executor_that_comes_back_with_less_leaves_nobody_waiting_for_ever(
         Sim(info=toy_info(**{**less, "max_output_bytes": 1000, "features": ()}), beside=sim)
 
 
+def test_an_executor_is_not_locked_out_because_another_has_grown() -> None:
+    one = Sim(info=toy_info(num_blocks=16))
+    other = Sim(info=toy_info(num_blocks=16), beside=one)
+    other.disconnect()
+    other.replace_executor(toy_info(num_blocks=64))
+    other.connect()
+    one.disconnect()
+    one.connect()
+    assert one.executor.up and one.scheduler.limits() == (64, 63)
+    one.disconnect()
+    one.replace_executor(toy_info(num_blocks=15))
+    with pytest.raises(ProtocolError):
+        one.connect()
+
+
 @pytest.mark.parametrize("num_blocks", [2, 3, 4])
 def test_very_few_blocks_still_serve_everyone(num_blocks: int) -> None:
     """vllm#35541: one request is retried for ever."""
