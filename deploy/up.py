@@ -32,7 +32,8 @@ FIRST_PROMPT: Final = "Why is the sky blue?"
 # Names that both services have and that can not mean both at once: alone they are the public service's.
 SCHEDULER_FIRST: Final = frozenset({"listen", "address_file", "metrics_listen"})
 PROBE_S: Final = 2.0
-KILL_MARGIN_S: Final = 5.0
+# Past the drain: last messages of streams, API processes that have to be killed, spans that nobody takes.
+KILL_MARGIN_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)

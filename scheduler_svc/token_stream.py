@@ -139,6 +139,10 @@ class TokenStream:
         num_tokens = len(buffer.token_ids) + len(self._plain)
         return num_tokens * self._token_bytes + len(buffer.prompt_logprobs) * self._prompt_bytes
 
+    def is_unread_since(self, before_ns: int) -> bool:
+        """Something that came before then still waits for the reader."""
+        return self._unread_since_ns is not None and self._unread_since_ns < before_ns
+
     # ------------------------------------------------------------------------------------------------ worker's side
 
     def feed_token(self, token: int, now_ns: int) -> bool:

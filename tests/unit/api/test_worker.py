@@ -262,6 +262,7 @@ def test_unread_results_are_bounded_in_total_and_the_largest_goes(swept: bool) -
         reader, *idle = streams
         read = 0
         for _ in range(60):
+            clock.advance_ns(1000)
             core.tell(batch([(s.key, b"x" * (20 if s is idle[3] else 10), 0) for s in streams if not s.core_done]))
             if swept:
                 worker.check_streams()
@@ -276,6 +277,27 @@ def test_unread_results_are_bounded_in_total_and_the_largest_goes(swept: bool) -
         for stream in streams:
             worker.close(stream)
         assert len(core.of(Cancel)) == 10
+
+    run(test)
+
+
+def test_a_large_step_makes_nobody_a_slow_reader_who_keeps_up() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        streams = [opened(worker, f"r{i}") for i in range(10)]
+        step = batch([(s.key, b"x" * 1000, 0) for s in streams])
+        for _ in range(3):
+            clock.advance_ns(1000)
+            core.tell(step)
+            assert sum(s.state.buffered_bytes for s in streams) > MAX_UNREAD_BYTES
+            for stream in streams:
+                assert len((await stream.next()).token_ids) == 1000
+        assert core.of(Cancel) == []
+        for _ in range(2):
+            clock.advance_ns(1000)
+            core.tell(step)
+        assert len(core.of(Cancel)) == 8, "these were not read in between"
+        for stream in streams:
+            worker.close(stream)
 
     run(test)
 
