@@ -10,6 +10,7 @@ from common.model_files.description import ModelFiles, Progress
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
 from executor_svc.device_step import Model
+from executor_svc.environment import cgroup_cpus
 from executor_svc.kernels_cpu.compile import NoKernels
 from executor_svc.kernels_cpu.decoder import unsupported
 from executor_svc.kernels_cpu.library import Library, load_library
@@ -32,7 +33,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
     kernels = _cpu_kernels(config, files, progress)
     model: Model
     if kernels is not None:
-        threads = config.threads or torch.get_num_threads()
+        threads = _threads(config) or torch.get_num_threads()
         # What torch still does in a step is small; its threads would spin beside the kernels' own.
         device = make_device("cpu", threads=1)
         ops = make_ops(config.numerics, device.torch_device)
@@ -49,7 +50,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         log.info("weights: %s, %d bytes read in each step", native.weights.formats, native.weights.step_bytes)
         model = native
     else:
-        device = make_device(config.device, threads=config.threads)
+        device = make_device(config.device, threads=_threads(config))
         ops = make_ops(config.numerics, device.torch_device)
         kind = device.torch_device.type
         dtype = _DTYPES.get(config.dtype) or default_dtype(config.numerics, kind) or model_dtype(files)
@@ -79,6 +80,12 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         eos_ids=description.eos_ids,
         progress=progress,
     )
+
+
+def _threads(config: ExecutorConfig) -> int:
+    """0: torch's own choice, which is what host and affinity give."""
+    bound = cgroup_cpus() or 0
+    return config.threads or (bound if bound < torch.get_num_threads() else 0)
 
 
 def _cpu_kernels(config: ExecutorConfig, files: ModelFiles, progress: Progress) -> Library | None:

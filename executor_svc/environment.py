@@ -1,5 +1,6 @@
 """What must stand in the environment before torch is imported, and what the machine has. Loads no torch."""
 
+import math
 import os
 import shutil
 import sysconfig
@@ -53,3 +54,20 @@ def why_no_triton() -> str:
     scheme = sysconfig.get_default_scheme()
     headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     return "" if Path(headers, "Python.h").is_file() else f"Python's C headers are missing ({headers}/Python.h)"
+
+
+def cgroup_cpus(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Processors' worth of time this process's control group has, rounded up; None: no bound that can be read.
+
+    torch counts processors alone: with more threads than there is time for, all stop for the rest of each period.
+    """
+    try:
+        quota, period = (root / "cpu.max").read_text().split()[:2]
+    except (OSError, ValueError):
+        try:  # version 1
+            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except OSError:
+            return None
+    if not quota.isdecimal() or not period.isdecimal() or int(quota) == 0 or int(period) == 0:
+        return None  # "max", or -1
+    return math.ceil(int(quota) / int(period))

@@ -1,4 +1,4 @@
-"""What the machine lacks for Triton is known before a GPU's first step, which would fail of it."""
+"""What the machine has: processors by its control group, and what Triton needs before a GPU's first step."""
 
 import sysconfig
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from executor_svc import environment
 from executor_svc.build import make_ops
-from executor_svc.environment import why_no_triton
+from executor_svc.environment import cgroup_cpus, why_no_triton
 from executor_svc.numerics import FastOps
 
 
@@ -34,3 +34,21 @@ def test_a_gpu_is_served_by_torch_without(able: Path, missing: str, reason: str)
     (able / missing).unlink()
     assert reason in why_no_triton()
     assert type(make_ops("fast", torch.device("cuda"))) is FastOps
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_threads_are_bounded_by_the_control_group(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cgroup_cpus(tmp_path) == expected
