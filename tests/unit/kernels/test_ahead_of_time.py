@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)  # all compiling counts as the first test's
+
 # Of compute capability 9.0: shared memory of one program, registers of all its threads.
 MAX_SHARED = 227 * 1024
 MAX_REGISTERS = 65536
@@ -24,7 +26,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "protos")])
     done = subprocess.run(
         [sys.executable, "-P", "-m", "tests.unit.kernels.ahead"],
-        env=environment, cwd=root, capture_output=True, text=True, timeout=110,
+        env=environment, cwd=root, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     told: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
