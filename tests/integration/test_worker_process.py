@@ -20,8 +20,14 @@ from scheduler_svc.workers.remote import RemoteWorker
 from tests.fakes.toy_executor import ToyExecutor
 from tests.integration.engine_harness import engine
 from tests.integration.protocol_harness import run, serving
+from tests.integration.test_protocol_process import child_env
 
 COMMAND = [sys.executable, "-P", "-m", "tests.fakes.toy_scheduler_main", "--worker"]
+
+
+@pytest.fixture(autouse=True)
+def children_find_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", child_env()["PYTHONPATH"])
 
 
 def setup(signature: str = "") -> Setup:
@@ -53,12 +59,12 @@ def test_a_worker_that_leaves_too_much_unread_is_killed() -> None:
             size = 100_000
             column = u32(np.zeros(size, np.uint32))
             batch = TokenBatch(np.zeros(size, np.uint64), column, u32(), np.zeros(size, np.uint8), column, {})
-            frames = 0
-            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            frames, ended = 0, asyncio.ensure_future(worker.wait())
+            while not ended.done():
                 worker.deliver(batch)
                 frames += 1
                 await asyncio.sleep(0)
-            assert await worker.wait() == -9
+            assert ended.result() == -9
             worker.deliver(batch)
             assert frames > 10, "some backlog is no reason"
 
