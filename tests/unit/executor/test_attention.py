@@ -161,7 +161,8 @@ def test_exact_decode_bits_do_not_depend_on_the_batch() -> None:
             assert torch.equal(out, together[row])
 
 
-def test_backends_by_name() -> None:
+def test_backends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor_svc.attention.registry.why_no_triton", lambda: "")  # as where a compiler is
     shape, cpu = AttentionShape(4, 2, DIM, (0,)), torch.device("cpu")
     assert make_backend("auto", shape, make_ops("fast"), cpu).name == "torch"
     assert make_backend("auto", shape, make_ops("exact"), cpu).name == "exact"
