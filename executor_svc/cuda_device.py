@@ -55,9 +55,6 @@ class CudaDevice:
     def failure(self) -> BaseException | None:
         return self._failure
 
-    def stream_of(self, stream: Stream) -> torch.cuda.Stream:
-        return self._streams[stream]
-
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 

@@ -358,12 +358,7 @@ class Scheduler:
     def by_load(self) -> list[int]:
         """Executors by the share of their sequences that run, least first: the order in which to fill them, so that a
         request that comes alone goes where most room is."""
-        if len(self._executors) == 1:
-            return [0]
         return sorted(range(len(self._executors)), key=lambda i: self._executors[i].load)
-
-    def num_in_flight(self, executor_id: int) -> int:
-        return len(self._executors[executor_id].flights)
 
     def limits(self) -> tuple[int, int]:
         """(max_context, max_prompt_tokens), the KV cache's size taken into account; zeros before any executor."""

@@ -45,9 +45,6 @@ class Tenants:
     def num_idle(self) -> int:
         return len(self._idle)
 
-    def slot_of(self, name: str) -> int | None:
-        return self._slots.get(name)
-
     def join(self, name: str) -> int:
         """A request of the tenant was accepted. Returns the tenant's slot."""
         slot = self._slots.get(name)

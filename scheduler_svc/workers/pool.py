@@ -95,11 +95,6 @@ class WorkerPool:
                 await asyncio.wait(late)
         self._ports.close()
 
-    @property
-    def worker_ids(self) -> tuple[int, ...]:
-        """Of the processes there are."""
-        return tuple(worker.worker_id for worker in self._workers.values())
-
     def _beat(self) -> None:
         for worker in self._workers.values():
             worker.beat(self._engine.is_alive())
