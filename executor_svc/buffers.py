@@ -108,13 +108,15 @@ class OutputSlot:
         self.host_values: NDArray[np.int64] = host_side.numpy()
 
     def download(self, written: Event, num_rows: int, more: Callable[[], None]) -> Event:
-        """Enqueues the copy to the host of `num_rows` columns, and `more` copies. Returns the event behind them."""
+        """Enqueues the copy to the host, if there is a row, and `more` copies. Returns the event behind them."""
         device, dev, host = self._device, self.dev, self._host
         device.fence(Fence.OUTPUT_WRITTEN, Stream.COPY_OUT, written)
 
         def copy() -> None:
             if num_rows:
-                host[:, :num_rows].copy_(dev[:, :num_rows], non_blocking=True)
+                # All of it, because it is contiguous: a copy of some columns goes through memory that is not pinned,
+                # and the thread that launches it waits for the whole step.
+                host.copy_(dev, non_blocking=True)
             more()
 
         device.enqueue(Stream.COPY_OUT, copy)

@@ -74,7 +74,9 @@ class CudaDevice:
         if self._failure is not None:
             return
         try:
-            with torch.inference_mode(), torch.cuda.stream(self._streams[stream]):
+            # Not put back afterwards: all work is enqueued here, and the context manager costs as much as a launch.
+            torch.cuda.set_stream(self._streams[stream])
+            with torch.inference_mode():
                 work()
         except Exception as error:  # noqa: BLE001 - whatever the step met ends the epoch, in its result
             self._failure = error

@@ -59,7 +59,8 @@ class CudaGraph:
         torch.cuda.current_stream(device).synchronize()
         torch.cuda.empty_cache()  # what the warm-ups took is not the graphs' pool's, and nobody else's while captured
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=pool)  # type: ignore[arg-type]
+        # Other threads may use CUDA meanwhile: only what this one does must be fit for a graph.
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
         try:
             self._outputs = body(self._idx, shape)
         finally:

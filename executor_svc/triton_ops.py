@@ -83,7 +83,7 @@ def _time_ms(product: Callable[[torch.Tensor], torch.Tensor], weights: list[torc
     product(weights[0])  # compiled, or chosen, outside of the capture
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
+    graph.capture_begin(capture_error_mode="thread_local")
     try:
         for _ in range(rounds):
             for weight in weights:
