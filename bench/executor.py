@@ -16,13 +16,14 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from bench.machine import Machine
 from bench.serving import commit
 from common.messages import Admit, Hello, Sampling, StepPlan, StepResult, u32
 from common.model_files.catalog import resolve
@@ -41,7 +42,6 @@ FORMATS: Final = {"auto": None, "dense": Format.DENSE, "int8": Format.INT8, "int
 CONTEXT: Final = 128
 BLOCK_SIZE: Final = 16
 STEPS: Final = 16  # of one turn
-BUFFER_BYTES: Final = 256 << 20
 GREEDY: Final = Sampling(seed=1, max_tokens=4096, temperature=0.0, ignore_eos=True)
 
 
@@ -140,35 +140,6 @@ def take_ticks(executor: Executor, into: dict[str, int]) -> None:
     if isinstance(executor.model, NativeDecoder):
         for part, ticks in executor.model.spent().items():
             into[part] = into.get(part, 0) + ticks
-
-
-class Machine:
-    """What the machine itself gives, measured between the turns."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.ones(BUFFER_BYTES // 8, dtype=torch.float64)
-        self._a = torch.ones(512, 1024, dtype=torch.bfloat16)
-        self._b = torch.ones(1024, 1024, dtype=torch.bfloat16)
-        self.gb_s: list[float] = []
-        self.gflop_s: list[float] = []
-
-    def measure(self) -> None:
-        seconds = _seconds(self._buffer.sum)
-        self.gb_s.append(BUFFER_BYTES / seconds / 1e9)
-        seconds = min(_seconds(lambda: torch.nn.functional.linear(self._a, self._b)) for _ in range(5))
-        self.gflop_s.append(2 * 512 * 1024 * 1024 / seconds / 1e9)
-
-    def summary(self) -> dict[str, dict[str, float]]:
-        return {
-            name: {"median": round(float(np.median(values)), 1), "best": round(max(values), 1)}
-            for name, values in (("read_gb_s", self.gb_s), ("bf16_gflop_s", self.gflop_s))
-        }
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def summarise(executor: Executor, case: str, samples: Samples, ticks_per_ns: float) -> dict[str, object]:

@@ -29,7 +29,8 @@ from pathlib import Path
 import grpc
 
 from bench import executor_steps
-from bench.serving import Workload, commit, one
+from bench.load import Workload, one
+from bench.serving import asking, commit
 from common.messages import ExecutorInfo
 from common.wire_handshake import decode_info
 from scheduler_svc.simulate.fit import fit_steps, read_steps, write_steps
@@ -90,13 +91,14 @@ async def record(address: str, executor: str, load: Load) -> Recorded:
 
 async def _drive(stub: "rpc.InferenceAsyncStub", load: Load, vocab: int, most: int, context: int) -> None:
     rng = random.Random(load.seed)
+    ask = asking(stub)
     levels = [level for level in CONCURRENCY if level <= most]
 
     async def caller(until: float) -> None:
         while time.monotonic() < until:
             output = rng.randint(8, load.output)
             prompt = rng.randint(8, min(load.prompt, context - output))
-            await one(stub, Workload(1, 1, prompt, output), vocab, rng)
+            await one(ask, Workload(1, 1, prompt, output), vocab, rng)
 
     for level in levels:
         until = time.monotonic() + load.seconds / len(levels)
