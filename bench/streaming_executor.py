@@ -30,14 +30,16 @@ class _Step:
     executor: "ClockExecutor"
     plan: StepPlan
     rows: NDArray[np.int64]
+    received_ns: int
 
     def wait(self) -> StepResult:
         end_ns = self.executor.next_end_ns()
         while (left_ns := end_ns - time.monotonic_ns()) > 0:
             time.sleep(left_ns / 1e9)
         tokens = np.full(len(self.rows), ticks(time.monotonic_ns()), np.uint32)
+        timings = Timings(self.received_ns)
         return StepResult(
-            self.plan.epoch, self.plan.step_id, u32(self.rows), u32(tokens), timings=Timings(), mode=StepMode.EAGER
+            self.plan.epoch, self.plan.step_id, u32(self.rows), u32(tokens), timings=timings, mode=StepMode.EAGER
         )
 
 
@@ -79,7 +81,7 @@ class ClockExecutor:
         prefilled = plan.prefill_rows[ends == self._length[plan.prefill_rows]]
         rows = np.sort(np.concatenate([plan.decode_rows, prefilled])).astype(np.int64)
         self._length[rows] += 1
-        return _Step(self, plan, rows)
+        return _Step(self, plan, rows, received_ns)
 
     def next_end_ns(self) -> int:
         """When the step that is waited for now is over: a step's time after the one before, or after now."""

@@ -15,7 +15,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.drain_waits import DrainWaits
 from scheduler_svc.executor_driver import DriverOptions, ExecutorDriver
 from scheduler_svc.guarded_observer import GuardedObserver
-from scheduler_svc.liveness import BEAT_S, Liveness
+from scheduler_svc.liveness import Liveness, until_next_beat
 from scheduler_svc.messages import (
     WORKER_SHIFT,
     Abort,
@@ -291,7 +291,7 @@ class EngineLoop:
         )
         if stuck:
             log.critical("requests wait, an executor is connected, and nothing was planned for a long time")
-        self._beat_timer = self._loop.call_later(BEAT_S, self._beat)
+        self._beat_timer = self._loop.call_later(until_next_beat(self._loop.time()), self._beat)
 
     def _driver_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -28,20 +28,27 @@ from common.messages import (
 )
 from common.wire import decode_from_executor, encode_to_executor
 from common.wire_result import decode_output_chunk
-from scheduler_svc.stream_parts import ClockEstimate, OutputJoiner
+from scheduler_svc.liveness import until_next_beat
+from scheduler_svc.stream_parts import ClockEstimate, Exchange, OutputJoiner
 from stepwire.executor.v1 import executor_pb2 as pb
 from stepwire.executor.v1 import executor_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
-# Beside the shared options: executors are reached directly, and two streams must never share a dead connection.
-_OPTIONS: list[Option] = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+# Beside the shared options: executors are reached directly, and two streams must never share a dead connection. What a
+# step can bring is known, so the window is set to hold it: probing for it wakes gRPC's threads with every step.
+_OPTIONS: list[Option] = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", PRIVATE_MAX_MESSAGE_BYTES),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """`welcome_wait_s` covers connecting and the executor's wait for its device. `max_missed_pongs` pings without any
-    message from the executor mean that it is dead."""
+    """`welcome_wait_s` covers connecting and the executor's wait for its device. `ping_interval_s`: in which a step or a
+    ping goes there and back. `max_missed_pongs` of them without any message from the executor mean that it is dead."""
 
     welcome_wait_s: float = 30.0
     ping_interval_s: float = 1.0
@@ -88,7 +95,8 @@ class ExecutorStream:
         self._welcome: Welcome | None = None
         self._outbox: deque[pb.ToExecutor | None] = deque()  # None: half-close
         self._wake = asyncio.Event()
-        self._silent_pings = 0
+        self._silent_intervals = 0
+        self._exchange = Exchange()
         self._dead = ""  # why we gave the stream up ourselves
         self._joiner = OutputJoiner()
         self._chunk_came = asyncio.Event()
@@ -118,6 +126,7 @@ class ExecutorStream:
     def send(self, plan: StepPlan) -> None:
         """Puts a plan on its way. A stream that is lost swallows it; `receive` tells."""
         self._post(plan)
+        self._exchange.sent(plan.step_id, self._clock)
 
     def half_close(self) -> None:
         """Sends no more plans after those sent. The executor answers what it has, gives the lease back and closes."""
@@ -132,6 +141,7 @@ class ExecutorStream:
         while True:
             match message := await self._read():
                 case StepResult():
+                    self._exchange.answered(message.step_id, message.timings, self._estimate, self._clock)
                     return await self._with_outputs(message) if message.output_bytes else message
                 case PlanError() | Draining() | None:
                     return message
@@ -164,7 +174,7 @@ class ExecutorStream:
             raise
         if not isinstance(message, pb.FromExecutor):
             return None
-        self._silent_pings = 0
+        self._silent_intervals = 0
         return decode_from_executor(message)
 
     async def _with_outputs(self, result: StepResult) -> StepResult:
@@ -200,15 +210,18 @@ class ExecutorStream:
             await self._wake.wait()
 
     async def _ping_loop(self) -> None:
-        number = 0
+        """The executor hears something at least once in each interval, which keeps its lease, and so do we."""
+        number, interval_s = 0, self._options.ping_interval_s
+        loop = asyncio.get_running_loop()
         while True:
-            if self._silent_pings >= self._options.max_missed_pongs:
-                self._give_up(f"no message for {self._silent_pings} pings")
+            if self._silent_intervals >= self._options.max_missed_pongs:
+                self._give_up(f"no message for {self._silent_intervals} intervals of {interval_s} s")
                 return
-            number += 1
-            self._silent_pings += 1
-            self._post(Ping(number, self._clock.monotonic_ns()))
-            await asyncio.sleep(self._options.ping_interval_s)
+            self._silent_intervals += 1
+            if not self._exchange.start_interval():
+                number += 1
+                self._post(Ping(number, self._clock.monotonic_ns()))
+            await asyncio.sleep(until_next_beat(loop.time(), interval_s))
 
     # --------------------------------------------------------------------------------------------------------- tasks
 

@@ -1,9 +1,18 @@
-"""Is the core alive? Pure: told once a second what moved, asked by the health servicer."""
+"""Is the core alive? Pure: told once a second what moved, asked by the health servicer. And when that second begins."""
 
 from typing import Final
 
 BEAT_S: Final = 1.0
 STUCK_AFTER_BEATS: Final = 10
+
+
+def until_next_beat(now_s: float, interval_s: float = BEAT_S) -> float:
+    """From `now_s`, of the loop's clock, to a whole number of intervals: half an interval away, or up to one and a half.
+
+    All that a process does each second it does at the same moment: to wake from sleep costs it more than any of it.
+    """
+    left_s = interval_s - now_s % interval_s
+    return left_s if left_s > interval_s / 2 else left_s + interval_s
 
 
 class Liveness:

@@ -3,8 +3,9 @@
 from collections import deque
 from statistics import median
 
+from common.clock import Clock
 from common.errors import ProtocolError
-from common.messages import Output, OutputChunk
+from common.messages import Output, OutputChunk, Timings
 
 
 class Backoff:
@@ -25,10 +26,10 @@ class Backoff:
 
 
 class ClockEstimate:
-    """Round trip and clock offset from the last `window` pings.
+    """Round trip and clock offset from the last `window` pings, or steps in their place.
 
     The offset is the one measured by the quickest ping: its error is at most half that round trip. The round trip told
-    is the median, without the time the executor held the ping.
+    is the median, without the time the executor held the ping, or the step.
     """
 
     def __init__(self, window: int = 16) -> None:
@@ -43,6 +44,35 @@ class ClockEstimate:
         self._samples.append((rtt_ns, offset_ns))
         self.rtt_ns = int(median(rtt for rtt, _ in self._samples))
         self.offset_ns = min(self._samples)[1]
+
+
+class Exchange:
+    """One step of each interval is taken for a ping: its result says when its plan came in and when it left itself.
+
+    Where a step went there and back since the interval began, a ping would tell neither side anything new.
+    """
+
+    def __init__(self) -> None:
+        self._awaited = True  # the interval's first plan
+        self._step_id = self._sent_ns = 0
+        self._done = False
+
+    def start_interval(self) -> bool:
+        """Returns whether a step was exchanged in the interval that ends."""
+        done, self._done = self._done, False
+        self._awaited, self._step_id = True, 0
+        return done
+
+    def sent(self, step_id: int, clock: Clock) -> None:
+        if self._awaited:
+            self._awaited = False
+            self._step_id, self._sent_ns = step_id, clock.monotonic_ns()
+
+    def answered(self, step_id: int, timings: Timings, estimate: ClockEstimate, clock: Clock) -> None:
+        """Feeds `estimate`. An executor that tells no times is pinged instead."""
+        if step_id == self._step_id and timings.received_ns and timings.sent_ns:
+            self._done = True
+            estimate.add(self._sent_ns, timings.received_ns, timings.sent_ns, clock.monotonic_ns())
 
 
 class OutputJoiner:

@@ -25,9 +25,10 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Core to worker, about once a second. `alive`: what the engine says of itself. Answered by BeatAnswer."""
+    """Core to worker, about once a second. `alive`: what the engine says of itself. `answer`: with BeatAnswer."""
 
     alive: bool
+    answer: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from common.config import EXIT_CONFIG
 from common.errors import ConfigError, Unavailable
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine_loop import EngineLoop
-from scheduler_svc.liveness import BEAT_S
+from scheduler_svc.liveness import until_next_beat
 from scheduler_svc.stream_parts import Backoff
 from scheduler_svc.workers.addresses import Addresses, PortHolder
 from scheduler_svc.workers.control import Setup
@@ -98,7 +98,8 @@ class WorkerPool:
     def _beat(self) -> None:
         for worker in self._workers.values():
             worker.beat(self._engine.is_alive())
-        self._beats = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+        loop = asyncio.get_running_loop()
+        self._beats = loop.call_later(until_next_beat(loop.time()), self._beat)
 
     async def _keep(self, place: int, ready: asyncio.Event) -> None:
         """One place: process after process, until the pool stops."""

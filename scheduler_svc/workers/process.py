@@ -71,7 +71,8 @@ class RemoteCore:
     def on_beat(self, beat: Beat) -> None:
         self._alive = beat.alive
         self._beat_ns = self._clock.monotonic_ns()
-        self._link.send(BeatAnswer())
+        if beat.answer:
+            self._link.send(BeatAnswer())
 
 
 class _Process:

@@ -16,6 +16,8 @@ from scheduler_svc.workers.link import Link
 MAX_BACKLOG_BYTES: Final = 32 * 1024 * 1024
 # Beats sent without an answer: its event loop stands still. (Counted, so that a core that stood still blames nobody.)
 MAX_UNANSWERED_BEATS: Final = 30
+# Each answer wakes the core: only every so many beats ask for one.
+ASKING_BEAT: Final = 5
 # For a process to end once its link is gone.
 LINGER_S: Final = 2.0
 
@@ -80,7 +82,7 @@ class RemoteWorker:
             self._drop(f"did not answer {self._unanswered} beats")
             return
         self._unanswered += 1
-        self._link.send(Beat(alive))
+        self._link.send(Beat(alive, answer=self._unanswered % ASKING_BEAT == 0))
 
     def stop(self, grace_s: float) -> None:
         """Asks it to end; `wait` tells when it has."""
