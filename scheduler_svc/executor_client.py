@@ -47,8 +47,8 @@ _OPTIONS: list[Option] = [
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """`welcome_wait_s` covers connecting and the executor's wait for its device. `ping_interval_s`: in which a step or a
-    ping goes there and back. `max_missed_pongs` of them without any message from the executor mean that it is dead."""
+    """`welcome_wait_s` covers connecting and the executor's wait for its device. `ping_interval_s`: in each a step goes
+    there and back, or a ping. `max_missed_pongs` of them without any message from the executor mean that it is dead."""
 
     welcome_wait_s: float = 30.0
     ping_interval_s: float = 1.0

@@ -7,7 +7,7 @@ STUCK_AFTER_BEATS: Final = 10
 
 
 def until_next_beat(now_s: float, interval_s: float = BEAT_S) -> float:
-    """From `now_s`, of the loop's clock, to a whole number of intervals: half an interval away, or up to one and a half.
+    """From `now_s`, of the loop's clock, to a whole number of intervals: half an interval to one and a half.
 
     All that a process does each second it does at the same moment: to wake from sleep costs it more than any of it.
     """

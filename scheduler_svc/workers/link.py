@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from common.errors import ProtocolError
-from scheduler_svc.workers.frames import FrameReader, encode
+from scheduler_svc.workers.frames import FrameReader, FrameWriter
 
 
 class Link(asyncio.Protocol):
@@ -20,6 +20,7 @@ class Link(asyncio.Protocol):
         self._on_messages = on_messages
         self._on_lost = on_lost
         self._reader = FrameReader()
+        self._writer = FrameWriter()
         self._transport: asyncio.WriteTransport | None = None
         self._why = ""
 
@@ -46,7 +47,7 @@ class Link(asyncio.Protocol):
     def send(self, message: object) -> None:
         """Does nothing once the link is lost."""
         if self._transport is not None:
-            self._transport.write(encode(message))
+            self._transport.write(self._writer.encode(message))
 
     def close(self, why: str) -> None:
         """Without sending what is still buffered."""

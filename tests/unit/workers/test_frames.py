@@ -17,7 +17,7 @@ from common import errors
 from common.errors import ProtocolError, StepwireError
 from scheduler_svc.messages import FromCore, ToCore, TokenBatch
 from scheduler_svc.workers.codec import codec_of
-from scheduler_svc.workers.frames import KINDS, MAX_FRAME_BYTES, FrameReader, decode, encode, signatures
+from scheduler_svc.workers.frames import KINDS, MAX_FRAME_BYTES, FrameReader, FrameWriter, signatures
 
 ERRORS = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, StepwireError)]
 
@@ -101,9 +101,9 @@ def test_every_message_of_the_design_has_a_frame() -> None:
 @given(data=st.data())
 def test_every_field_survives(kind: Any, data: st.DataObject) -> None:
     message = data.draw(values(kind))
-    frame = encode(message)
+    frame = FrameWriter().encode(message)
     assert int.from_bytes(frame[:4], "little") == len(frame) - 4
-    found = decode(frame[4:])
+    found = FrameReader().decode(frame[4:])
     assert plain(found) == plain(message)
     for field in dataclasses.fields(kind):
         value = getattr(found, field.name)
@@ -113,27 +113,61 @@ def test_every_field_survives(kind: Any, data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 def test_a_cut_or_longer_frame_is_refused(kind: Any, data: st.DataObject) -> None:
-    frame = encode(data.draw(values(kind)))[4:]
+    frame = FrameWriter().encode(data.draw(values(kind)))[4:]
     cut = data.draw(st.integers(0, len(frame) - 1))
     for wrong in (frame[:cut], frame + b"\0"):
         with pytest.raises(ProtocolError):
-            decode(wrong)
+            FrameReader().decode(wrong)
 
 
 @given(st.integers(0, 255), st.binary(max_size=64))
 def test_nonsense_is_refused_or_is_a_message(kind: int, body: bytes) -> None:
     with contextlib.suppress(ProtocolError):
-        assert type(decode(bytes([kind]) + body)) in KINDS
+        assert type(FrameReader().decode(bytes([kind]) + body)) in KINDS
 
 
 @given(st.lists(st.sampled_from(KINDS).flatmap(values), max_size=6), st.integers(1, 50))
 def test_a_stream_in_any_pieces_is_the_same_messages(messages: list[Any], piece: int) -> None:
-    stream = b"".join(map(encode, messages))
+    stream = b"".join(map(FrameWriter().encode, messages))
     reader = FrameReader()
     found = []
     for at in range(0, len(stream), piece):
         found += reader.feed(stream[at : at + piece])
     assert list(map(plain, found)) == list(map(plain, messages))
+
+
+@given(st.lists(st.tuples(batches(), st.booleans(), st.booleans()), max_size=6))
+def test_a_batch_for_the_requests_of_the_one_before_says_only_what_is_new(
+    steps: list[tuple[TokenBatch, bool, bool]],
+) -> None:
+    writer, reader = FrameWriter(), FrameReader()
+    before: TokenBatch | None = None
+    for drawn, again, ends in steps:
+        batch = drawn
+        if before is not None and again:
+            tokens = before.tokens + np.uint32(1)
+            batch = dataclasses.replace(before, tokens=tokens, extras={})
+            if not ends:
+                batch = dataclasses.replace(batch, reasons=np.zeros(len(batch.keys), np.uint8))
+        frame = writer.encode(batch)
+        assert list(map(plain, reader.feed(frame))) == [plain(batch)]
+        if batch is not drawn and not ends:
+            assert (
+                len(frame)
+                == len(writer.encode(dataclasses.replace(batch, tokens=batch.tokens)))
+                == 20 + batch.tokens.nbytes
+            )
+        before = batch
+
+
+def test_a_first_batch_that_leaves_its_requests_out_is_refused() -> None:
+    column = np.ones(1, np.uint32)
+    batch = TokenBatch(column.astype(np.uint64), column, column, np.zeros(1, np.uint8), column, {})
+    writer = FrameWriter()
+    first, second = writer.encode(batch), writer.encode(batch)
+    assert len(second) < len(first)
+    with pytest.raises(ProtocolError):
+        FrameReader().feed(second)
 
 
 def test_a_frame_over_the_bound_is_refused_before_it_is_read() -> None:
