@@ -138,6 +138,11 @@ class EngineLoop:
     def state(self) -> CoreState:
         return self._state
 
+    @property
+    def max_output_bytes(self) -> int:
+        """Of one step of each executor known, together: what results bring beside tokens and logprobs."""
+        return sum(executor.max_output_bytes for executor in self._core.executors)
+
     def is_alive(self) -> bool:
         """False only when the engine died, the loop is stuck, or work waits and nothing moves (liveness)."""
         return not self.failed.done() and self._liveness.is_alive(self._clock.monotonic_ns())

@@ -210,7 +210,7 @@ class ExecutorStream:
             await self._wake.wait()
 
     async def _ping_loop(self) -> None:
-        """The executor hears something at least once in each interval, which keeps its lease, and so do we."""
+        """Neither side hears nothing for two intervals, which keeps the lease and tells that the executor lives."""
         number, interval_s = 0, self._options.ping_interval_s
         loop = asyncio.get_running_loop()
         while True:

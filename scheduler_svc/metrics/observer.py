@@ -31,7 +31,7 @@ class ExecutorCounts:
 
 @dataclass(slots=True)
 class _Cohort:
-    """The requests that got a token in an executor's last step, of one worker, and when that was."""
+    """The requests that got a token in an executor's last step, and when that was."""
 
     keys: U64 = field(default_factory=lambda: _NO_KEYS)
     at_ns: int = 0
@@ -52,7 +52,7 @@ class MetricsObserver(NoObserver):
         self.failed: Counter[str] = Counter()  # by class of error
         self._arrival_ns: dict[int, int] = {}  # live requests
         self._last_ns: dict[int, int] = {}  # live requests that had a token, but none in their executor's last step
-        self._cohorts: dict[tuple[int, int], _Cohort] = {}  # by executor and worker
+        self._cohorts: dict[int, _Cohort] = {}  # by executor
 
     def on_submit(self, request: Submit, now_ns: int) -> None:
         self._arrival_ns.update(dict.fromkeys(request.keys, request.arrival_ns))
@@ -80,21 +80,19 @@ class MetricsObserver(NoObserver):
 
     def on_executor(self, executor_id: int, event: str, detail: str, now_ns: int) -> None:
         """Its requests go on elsewhere, or there again after a pause."""
-        if event in ("lost", "epoch_ended"):
-            for place, cohort in self._cohorts.items():
-                if place[0] == executor_id:
-                    self._move(cohort, _NO_KEYS, now_ns)
+        if event in ("lost", "epoch_ended") and (cohort := self._cohorts.get(executor_id)) is not None:
+            self._move(cohort, _NO_KEYS, now_ns)
 
     def on_delivered(self, outcome: StepOutcome, now_ns: int) -> None:
         executor_id = outcome.record.executor_id
-        for worker_id, batch in outcome.batches.items():
-            cohort = self._cohorts.get((executor_id, worker_id))
-            if cohort is None:
-                cohort = self._cohorts[executor_id, worker_id] = _Cohort()
-            self._take(cohort, batch, now_ns)
+        cohort = self._cohorts.get(executor_id)
+        if cohort is None:
+            cohort = self._cohorts[executor_id] = _Cohort()
+        parts = [_keys_with_tokens(batch) for batch in outcome.batches.values()]
+        if parts:
+            self._take(cohort, parts[0] if len(parts) == 1 else np.concatenate(parts), now_ns)
 
-    def _take(self, cohort: _Cohort, batch: TokenBatch, now_ns: int) -> None:
-        keys = batch.keys if batch.counts.all() else batch.keys[batch.counts > 0]
+    def _take(self, cohort: _Cohort, keys: U64, now_ns: int) -> None:
         if len(keys) == len(cohort.keys) and np.array_equal(keys, cohort.keys):
             if len(keys):
                 self.between_tokens.add((now_ns - cohort.at_ns) / 1e9, len(keys))
@@ -116,3 +114,7 @@ class MetricsObserver(NoObserver):
             if key in self._arrival_ns:  # else it has ended
                 self._last_ns[key] = cohort.at_ns
         cohort.keys, cohort.at_ns = keys, now_ns
+
+
+def _keys_with_tokens(batch: TokenBatch) -> U64:
+    return batch.keys if batch.counts.all() else batch.keys[batch.counts > 0]

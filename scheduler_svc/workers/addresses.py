@@ -17,7 +17,8 @@ MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """`shared` empty: there is none, as with unix: addresses. `own`: of each worker, by its place."""
+    """`shared` empty: there is none, as with unix: addresses. `own`: of each worker, by its place. A path can not be
+    shared, so the first worker serves the one that was asked for, beside its own."""
 
     shared: str
     own: tuple[tuple[str, ...], ...]
@@ -47,6 +48,7 @@ class PortHolder:
         """
         if listen.startswith("unix:"):
             own = [[f"{listen}.{place + 1}"] for place in range(num_workers)]
+            own[0].insert(0, listen)
             if worker_listen:
                 for place, address in enumerate(self._row(worker_listen, num_workers)):
                     own[place].append(address)

@@ -12,8 +12,9 @@ from scheduler_svc.messages import WORKER_SHIFT, Cancel, Finish, FromCore, Submi
 from scheduler_svc.workers.control import Beat, BeatAnswer, Listening, Setup, Stop
 from scheduler_svc.workers.link import Link
 
-# What a worker may leave unread: about half a minute of a thousand busy streams.
+# What a worker may leave unread: about half a minute of a thousand busy streams, and so many steps full of bulk output.
 MAX_BACKLOG_BYTES: Final = 32 * 1024 * 1024
+MAX_BACKLOG_STEPS: Final = 8
 # Beats sent without an answer: its event loop stands still. (Counted, so that a core that stood still blames nobody.)
 MAX_UNANSWERED_BEATS: Final = 30
 # Each answer wakes the core: only every so many beats ask for one.
@@ -101,10 +102,13 @@ class RemoteWorker:
         link = self._link
         if link is None:
             return
-        if link.backlog > MAX_BACKLOG_BYTES:
+        if link.backlog > MAX_BACKLOG_BYTES and link.backlog > self._max_backlog():
             self._drop(f"left {link.backlog} bytes unread")
             return
         link.send(message)
+
+    def _max_backlog(self) -> int:
+        return MAX_BACKLOG_BYTES + MAX_BACKLOG_STEPS * self._engine.max_output_bytes
 
     # ---------------------------------------------------------------------------------------------------------- link
 

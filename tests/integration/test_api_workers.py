@@ -295,7 +295,7 @@ def test_a_core_that_stands_still_is_not_alive(tmp_path: Path) -> None:
     run(main(), 60.0)
 
 
-def test_unix_addresses_get_a_number_for_each_worker(tmp_path: Path) -> None:
+def test_unix_addresses_get_a_number_for_each_worker_and_the_first_serves_the_path(tmp_path: Path) -> None:
     async def main() -> None:
         with toy(tmp_path) as executor:
             address = await bound(tmp_path, executor)
@@ -304,7 +304,7 @@ def test_unix_addresses_get_a_number_for_each_worker(tmp_path: Path) -> None:
             with process("tests.fakes.toy_scheduler_main", [*own, "--address-file", str(tmp_path / "api")],
                          tmp_path / "scheduler.log") as child:  # fmt: skip
                 addresses = (await written(tmp_path / "api", child)).split("\n")
-                assert addresses == [f"{listen}.1", f"{listen}.2"]
+                assert addresses == [listen, f"{listen}.1", f"{listen}.2"]
                 for each in addresses:
                     async with grpc.aio.insecure_channel(each) as channel:
                         await ready(channel)

@@ -9,10 +9,10 @@ import numpy as np
 import psutil
 import pytest
 
-from common.messages import u32
+from common.messages import Output, OutputKind, u32
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine_loop import EngineLoop
-from scheduler_svc.messages import TokenBatch
+from scheduler_svc.messages import Extras, TokenBatch
 from scheduler_svc.workers import remote
 from scheduler_svc.workers.control import Setup
 from scheduler_svc.workers.frames import signatures
@@ -57,8 +57,8 @@ def test_a_worker_that_leaves_too_much_unread_is_killed() -> None:
             worker, process = started_
             process.suspend()
             size = 100_000
-            column = u32(np.zeros(size, np.uint32))
-            batch = TokenBatch(np.zeros(size, np.uint64), column, u32(), np.zeros(size, np.uint8), column, {})
+            column = u32(np.ones(size, np.uint32))
+            batch = TokenBatch(np.zeros(size, np.uint64), column, column, np.zeros(size, np.uint8), column, {})
             frames, ended = 0, asyncio.ensure_future(worker.wait())
             while not ended.done():
                 worker.deliver(batch)
@@ -67,6 +67,27 @@ def test_a_worker_that_leaves_too_much_unread_is_killed() -> None:
             assert ended.result() == -9
             worker.deliver(batch)
             assert frames > 10, "some backlog is no reason"
+
+    run(main())
+
+
+def test_steps_full_of_bulk_output_are_no_reason_to_kill_a_worker() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, engine(served.address) as (loop, first), started(loop) as started_:
+            worker, process = started_
+            await first.ready()
+            process.suspend()
+            size = loop.max_output_bytes
+            logits = Output(1, OutputKind.RAW_LOGITS, 0, 1, 0, 1, bytes(size))
+            one = u32([1])
+            batch = TokenBatch(one.astype(np.uint64), one, one, np.zeros(1, np.uint8), one, {0: Extras((), (logits,))})
+            ended = asyncio.ensure_future(worker.wait())
+            for _ in range(remote.MAX_BACKLOG_BYTES // size + remote.MAX_BACKLOG_STEPS):
+                worker.deliver(batch)
+            assert size and not ended.done() and process.status() != psutil.STATUS_ZOMBIE
+            worker.deliver(batch)
+            worker.deliver(batch)
+            assert await ended == -9
 
     run(main())
 

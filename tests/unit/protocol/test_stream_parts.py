@@ -2,11 +2,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.clock import ManualClock
 from common.errors import ProtocolError
-from common.messages import Output, OutputChunk, OutputKind
+from common.messages import NO_TIMINGS, Output, OutputChunk, OutputKind, Timings
 from common.wire_result import decode_output_chunk, output_chunks
-from scheduler_svc.liveness import BEAT_S, STUCK_AFTER_BEATS, Liveness
-from scheduler_svc.stream_parts import Backoff, ClockEstimate, OutputJoiner
+from scheduler_svc.liveness import BEAT_S, STUCK_AFTER_BEATS, Liveness, until_next_beat
+from scheduler_svc.stream_parts import Backoff, ClockEstimate, Exchange, OutputJoiner
 
 
 def test_backoff_doubles_to_its_bound_and_starts_over() -> None:
@@ -42,6 +43,41 @@ def test_clock_estimate_errs_by_half_of_the_quickest_round_trip_at_most(
     for out, back in trips:
         estimate.add(0, out + offset, out + offset, out + back)
     assert abs(estimate.offset_ns - offset) <= min(out + back for out, back in trips) / 2 + 1
+
+
+def test_the_first_step_of_an_interval_is_its_ping() -> None:
+    clock, estimate, exchange = ManualClock(), ClockEstimate(), Exchange()
+    start_ns, offset_ns = clock.monotonic_ns(), 5_000_000
+
+    def answered(step_id: int, received_ns: int, held_ns: int) -> None:
+        there_ns = received_ns + offset_ns
+        exchange.answered(step_id, Timings(there_ns, sent_ns=there_ns + held_ns), estimate, clock)
+
+    exchange.sent(7, clock)
+    clock.advance_ns(100)
+    exchange.sent(8, clock)
+    clock.advance_ns(900)
+    answered(7, start_ns + 10, 980)
+    assert (estimate.offset_ns, estimate.rtt_ns) == (offset_ns, 20)
+    clock.advance_ns(1000)
+    answered(8, start_ns + 1, 1)  # one was enough
+    assert (estimate.offset_ns, estimate.rtt_ns) == (offset_ns, 20)
+    assert exchange.start_interval() and not exchange.start_interval()
+    exchange.sent(9, clock)
+    exchange.answered(9, NO_TIMINGS, estimate, clock)
+    assert not exchange.start_interval(), "an executor that tells no times is pinged"
+    exchange.sent(10, clock)
+    assert not exchange.start_interval(), "a step that takes longer tells nothing in between"
+    answered(10, clock.monotonic_ns(), 0)
+    assert not exchange.start_interval()
+
+
+@given(st.integers(0, 10**9), st.sampled_from([1.0, 0.05, 2.0]))
+def test_what_is_done_each_second_is_done_at_one_moment(now_ms: int, interval_s: float) -> None:
+    delay_s = until_next_beat(now_ms / 1000, interval_s)
+    assert interval_s / 2 < delay_s <= 1.5 * interval_s + 1e-6
+    beats = (now_ms / 1000 + delay_s) / interval_s
+    assert abs(beats - round(beats)) < 1e-3
 
 
 def whole(step: int, row: int, size: int) -> Output:
