@@ -87,6 +87,9 @@ class ServiceConfig(BaseModel):
     service: ClassVar[str]
 
     model: str = Field(default="", description="directory, GGUF file or hub id; empty: the built-in default model")
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="dummy: no weight files are read; weights are random, in the shapes of config.json"
+    )
     listen: Listen
     address_file: Path | None = Field(
         default=None, description="the bound address is written here once the server listens"

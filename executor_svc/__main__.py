@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
     def build() -> StepExecutor:
         progress = LogProgress()
-        files = resolve(config.model, progress)
+        files = resolve(config.model, progress, load_format=config.load_format)
         from executor_svc.assemble import build_executor  # torch: not before port and model files are known to be good
 
         return build_executor(config, files, limits.max_pipeline_depth, progress)

@@ -18,7 +18,7 @@ def assemble(config: SchedulerConfig, *, serves: bool = True) -> Parts:
 
     Raises ConfigError and ModelError.
     """
-    files = resolve(config.model)
+    files = resolve(config.model, load_format=config.load_format)
     tokenizer = load_tokenizer(files) if serves else None
     if serves and tokenizer is None:
         log.warning("%s has no tokenizer: only token ids are served", files.path)

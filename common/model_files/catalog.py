@@ -25,16 +25,17 @@ class ListedModel:
     is_default: bool = False
 
 
-def resolve(reference: str = "", progress: Progress = no_progress) -> ModelFiles:
+def resolve(reference: str = "", progress: Progress = no_progress, *, load_format: str = "auto") -> ModelFiles:
     """The model `reference` names, pulled first where need be, its headers read and checked.
 
     `reference`: "" or "default" (the default model), a path, or a hub id `owner/name[@revision]`. A path that exists
-    wins over a hub id. Blocks; may take minutes. Raises ModelError.
+    wins over a hub id. `load_format`: as both services' configuration has it. Blocks; may take minutes. Raises
+    ModelError.
     """
     path = pull(reference, progress)
     if reference in _DEFAULT_NAMES:
-        return read_model(path, DEFAULT_ID)
-    return read_model(path, reference if _is_hub_id(reference) else "")
+        return read_model(path, DEFAULT_ID, dummy=load_format == "dummy")
+    return read_model(path, reference if _is_hub_id(reference) else "", dummy=load_format == "dummy")
 
 
 def pull(reference: str = "", progress: Progress = no_progress) -> Path:

@@ -15,12 +15,17 @@ from common.model_files.safetensors_header import SafetensorsHeader, read_json, 
 _HASH_FORM = b"stepwire-model-1\n"
 
 
-def read_model(path: Path, model_id: str = "") -> ModelFiles:
+def read_model(path: Path, model_id: str = "", *, dummy: bool = False) -> ModelFiles:
     """`path`: a Hugging Face directory, a GGUF file, or a directory holding exactly one GGUF file.
 
-    `model_id`: the name to give it; default: the directory's or file's own. Reads headers only. Raises ModelError
-    naming the file that is missing, truncated, mistyped or not a model.
+    `model_id`: the name to give it; default: the directory's or file's own. `dummy`: a directory whose config.json
+    alone counts, whatever weights lie beside it. Reads headers only. Raises ModelError naming the file that is missing,
+    truncated, mistyped or not a model.
     """
+    if dummy:
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path}: random weights take their shapes from a config.json, and here is none")
+        return _read_directory(path, model_id or path.resolve().name, dummy=True)
     if path.is_file():
         return _read_gguf(path, model_id or path.stem)
     if not path.is_dir():
@@ -53,10 +58,10 @@ def _read_gguf(path: Path, model_id: str) -> ModelFiles:
     return ModelFiles(path, "gguf", description, config, gguf=header)
 
 
-def _read_directory(path: Path, model_id: str) -> ModelFiles:
+def _read_directory(path: Path, model_id: str, *, dummy: bool = False) -> ModelFiles:
     source = path / "config.json"
     config = read_json(source)
-    shards = read_shards(path)
+    shards = () if dummy else read_shards(path)
     names = config.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else config.get("model_type")
     if not isinstance(architecture, str):
@@ -78,7 +83,7 @@ def _read_directory(path: Path, model_id: str) -> ModelFiles:
         bos_id=bos,
         default_sampling=_generation_sampling(generation, path / "generation_config.json"),
     )
-    return ModelFiles(path, "safetensors", description, config, shards=shards)
+    return ModelFiles(path, "dummy" if dummy else "safetensors", description, config, shards=shards)
 
 
 def _gguf_hash(header: GgufHeader) -> str:

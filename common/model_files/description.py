@@ -55,12 +55,12 @@ class ModelDescription:
 class ModelFiles:
     """A model on this machine's disk, headers read and checked, weights not touched.
 
-    `path` is the directory or the GGUF file; `config` has Hugging Face's config.json form in both cases. Exactly one of
-    `gguf` and `shards` is filled.
+    `path` is the directory or the GGUF file; `config` has Hugging Face's config.json form in both cases. At most one of
+    `gguf` and `shards` is filled; neither where the kind is "dummy": there are no weights, who loads it makes them up.
     """
 
     path: Path
-    kind: Literal["safetensors", "gguf"]
+    kind: Literal["safetensors", "gguf", "dummy"]
     description: ModelDescription
     config: Mapping[str, Any]
     gguf: GgufHeader | None = None

@@ -50,7 +50,7 @@ def load_model(
     weights = _Builder(config, wanted, dtype, device)
     total = sum(_numel(part) for part in wanted) * dtype.itemsize
     done = 0
-    with open_source(files) as source, torch.inference_mode():
+    with open_source(files, device) as source, torch.inference_mode():
         for part in wanted:
             weights.place(part, _read(source, part, files))
             done += _numel(part) * dtype.itemsize

@@ -16,6 +16,7 @@ from common.model_files.description import ModelFiles
 from common.model_files.gguf_header import GgufHeader, GgufTensor
 from executor_svc.kernels_cpu.packing import GROUP, Blocks
 from executor_svc.loader.names import Part
+from executor_svc.loader.random import RandomSource
 
 _BLOCK_BYTES = {GGMLQuantizationType.Q8_0: 34, GGMLQuantizationType.Q4_0: 18, GGMLQuantizationType.Q4_1: 20}
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -25,7 +26,8 @@ class TensorSource(Protocol):
     """An open checkpoint."""
 
     def read(self, part: Part) -> torch.Tensor:
-        """The tensor behind `part`, of its shape, floating point, on the host; maybe a view of the mapped file.
+        """The tensor behind `part`, of its shape, floating point, on the host (a random one: on the device it was asked
+        for); maybe a view of the mapped file.
 
         Raises ModelError naming file and tensor when it is missing or has another type or shape.
         """
@@ -41,8 +43,14 @@ class TensorSource(Protocol):
 
 
 @contextmanager
-def open_source(files: ModelFiles) -> Iterator[TensorSource]:
-    """The checkpoint's files, mapped while the context lasts. Raises ModelError."""
+def open_source(files: ModelFiles, device: torch.device | None = None) -> Iterator[TensorSource]:
+    """The checkpoint's files, mapped while the context lasts. Raises ModelError.
+
+    `device`: where random weights are made, so that those of a large model need neither host memory nor the CPU's time.
+    """
+    if files.kind == "dummy":
+        yield RandomSource(device or torch.device("cpu"), _deviation(files))
+        return
     with ExitStack() as stack:
         if files.gguf is not None:
             file = stack.enter_context(files.gguf.path.open("rb"))
@@ -51,6 +59,13 @@ def open_source(files: ModelFiles) -> Iterator[TensorSource]:
             yield _GgufSource(files.gguf, buffer, permuted=files.gguf.metadata["general.architecture"] == "llama")
         else:
             yield _SafetensorsSource(files, stack.enter_context)
+
+
+def _deviation(files: ModelFiles) -> float:
+    value = files.config.get("initializer_range", 0.02)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ModelError(f"{files.config_source}: initializer_range must be a number between 0 and 1, not {value!r}")
+    return float(value)
 
 
 class _SafetensorsSource:

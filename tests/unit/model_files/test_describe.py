@@ -159,3 +159,15 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
     (noted / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ModelError, match=r"no \*\.safetensors"):
         resolve(str(noted))
+
+
+def test_without_weights_the_configuration_alone_is_described(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"random weights.*config\.json"):
+        resolve(str(tmp_path), load_format="dummy")
+    make_directory(tmp_path)
+    with_weights = read_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    files = resolve(str(tmp_path), load_format="dummy")
+    assert (files.kind, files.shards, files.gguf) == ("dummy", (), None)
+    assert files.description.vocab_size == with_weights.description.vocab_size
+    assert files.description.hash != with_weights.description.hash
