@@ -1,6 +1,6 @@
 """Part "kernels" of bench.gpu: each kernel against torch in float32, then its speed beside torch's and the bound."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +31,31 @@ SIZES = Sizes(
 )
 
 
-def run(device: torch.device, sizes: Sizes = SIZES) -> list[Row]:
-    """Prints as it goes; returns the same as rows."""
+def run(device: torch.device, sizes: Sizes = SIZES, emit: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Prints and emits as it goes; returns the same as rows."""
     bounds = measure_bounds(device)
     print(f"bounds: copy {bounds.bytes_per_s / 1e12:.2f} TB/s, bf16 product {bounds.flops_per_s / 1e12:.0f} TFLOP/s")
     rows = [{"kernel": "bounds", "bytes_per_s": bounds.bytes_per_s, "flops_per_s": bounds.flops_per_s}]
+    emit(rows[0])
     for shape in sizes.shapes:
         for part in PARTS:
             with torch.inference_mode():
                 for row in part(shape, sizes, bounds, device):
                     rows.append(row)
+                    emit(row)
                     print("  ".join(f"{name}={_short(value)}" for name, value in row.items()), flush=True)
     return rows
+
+
+# One size of everything, for a rehearsal without a device.
+REHEARSED = Sizes(
+    shapes=(Shape("tiny", 4, 2, 16, 64, 96, 128),),
+    decode=((2, 40),),
+    prefill=((2, 8, 16),),
+    tokens=(2,),
+    rows=(2,),
+    spread_bytes=1,
+)
 
 
 def _short(value: object) -> str:

@@ -19,7 +19,9 @@ SERVICES: Final = ("scheduler", "executor")
 
 # Services share an environment and a file but not their code (the scheduler's process never loads the executor's), so
 # each has to know which names are the other's. tests/unit/config compares these with the classes.
-COMMON_NAMES: Final = frozenset({"model", "listen", "address_file", "log_level", "metrics_listen", "otlp_endpoint"})
+COMMON_NAMES: Final = frozenset(
+    {"model", "load_format", "listen", "address_file", "log_level", "metrics_listen", "otlp_endpoint"}
+)
 SCHEDULER_NAMES: Final = COMMON_NAMES | {
     "executors", "pipeline_depth", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk",
     "enable_prefix_cache", "policy", "max_queued_requests", "max_queued_tokens", "slow_reader_s", "drain_s",

@@ -8,18 +8,9 @@ import torch
 import bench.gpu
 import bench.gpu_attention
 import bench.gpu_kernels
-from bench.gpu_report import Shape, Sizes
+from bench.gpu_report import Row
 from bench.gpu_timing import Bounds
 from tests.interpreter import DEVICE
-
-TINY = Sizes(
-    shapes=(Shape("tiny", 4, 2, 16, 64, 96, 128),),
-    decode=((2, 40),),
-    prefill=((2, 8, 16),),
-    tokens=(2,),
-    rows=(2,),
-    spread_bytes=1,
-)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -36,9 +27,11 @@ def test_each_kernel_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (bench.gpu_kernels, bench.gpu_attention):
         monkeypatch.setattr(module, "time_us", run_once)
     monkeypatch.setattr(bench.gpu_kernels, "measure_bounds", lambda device: Bounds(1e12, 1e15))
-    rows = bench.gpu_kernels.run(DEVICE, TINY)
+    emitted: list[Row] = []
+    rows = bench.gpu_kernels.run(DEVICE, bench.gpu_kernels.REHEARSED, emitted.append)
     assert {row["kernel"] for row in rows} == {
         "bounds", "decode attention", "prefill attention", "norm and residual", "gate", "rotation and write",
         "sampling", "skinny product",
     }  # fmt: skip
     assert [row for row in rows if row.get("right") is False] == []
+    assert emitted == rows
