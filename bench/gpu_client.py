@@ -3,8 +3,8 @@
     python -P -m bench.gpu_client OUT
 
 Each line of standard input is a JSON object, see `bench.gpu_load.Share`: it connects, says "ready", and begins at the
-next line. OUT (.npz) then gets `sent` (stream, ns) and `arrivals` (stream, ns, token), monotonic, and a line of standard
-output the process's CPU. Ends with its input.
+next line. OUT (.npz) then gets `sent` (stream, ns) and `arrivals` (stream, ns, token), monotonic, and a line of
+standard output the process's CPU. Ends with its input.
 """
 
 import asyncio
