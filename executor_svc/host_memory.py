@@ -14,7 +14,9 @@ _ALIGNMENT: Final = 64
 
 def huge_zeros(num_bytes: int) -> torch.Tensor:
     """uint8 [num_bytes] of zeros, aligned to a huge page; costs memory only as it is touched, a huge page at a time."""
-    whole = mmap.mmap(-1, -(-num_bytes // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE)
+    # Private: shared memory, which is mmap's default, gets huge pages only where the whole system is set up for it.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    whole = mmap.mmap(-1, -(-num_bytes // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE, flags=private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             whole.madvise(mmap.MADV_HUGEPAGE)
