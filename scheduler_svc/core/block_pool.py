@@ -1,23 +1,21 @@
 """Reference-counted KV blocks of one executor."""
 
-import numpy as np
-from numpy.typing import NDArray
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
 
 from scheduler_svc.core.prefix_cache import PrefixCache, Tail
 
-I64 = NDArray[np.int64]
-
 
 class BlockPool:
-    """Each block is free, idle in the prefix cache, or has users; `available` counts the first two.
+    """Each block is free, idle in the prefix cache, or has users (`refs` of them); `available` counts the first two.
 
-    `limbo_refs` counts the users among a block's users that only wait for a step in flight.
+    Tables come and go a few blocks at a time: plain lists cost less than numpy's columns there.
     """
 
     def __init__(self, num_blocks: int, use_cache: bool) -> None:
         self.num_blocks = num_blocks
-        self.refs: I64 = np.zeros(num_blocks, dtype=np.int64)
-        self.limbo_refs: I64 = np.zeros(num_blocks, dtype=np.int64)
+        self.refs = [0] * num_blocks
         self.cache = PrefixCache() if use_cache else None
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -36,13 +34,15 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one user each; evicts idle cached blocks only when free ones are out."""
         assert self.can_allocate(count)
-        at_hand = min(count, len(self._free))
-        blocks = self._free[len(self._free) - at_hand :]
-        del self._free[len(self._free) - at_hand :]
-        blocks.reverse()
-        if self.cache is not None:
+        free, refs = self._free, self.refs
+        at_hand = min(count, len(free))
+        blocks = free[: -at_hand - 1 : -1]
+        del free[len(free) - at_hand :]
+        if at_hand < count:
+            assert self.cache is not None
             blocks += self.cache.evict(count - at_hand)
-        self.refs[blocks] = 1
+        for block in blocks:
+            refs[block] = 1
         return blocks
 
     def share(self, blocks: list[int]) -> None:
@@ -62,19 +62,23 @@ class BlockPool:
         return blocks
 
     def count_idle(self, blocks: list[int]) -> int:
-        return int((self.refs[blocks] == 0).sum()) if blocks else 0
+        refs = self.refs
+        return sum(not refs[block] for block in blocks)
 
-    def free(self, table: I64, tail: Tail | None = None, first: int = 0) -> None:
+    def free(self, table: list[int], tail: Tail | None = None, first: int = 0) -> None:
         """One user less for each block of a row's table (in table order). Tail blocks are given up first, so that of
         a cached prefix the head lives longest. `tail` begins at table[first]; all from there on had this user alone."""
-        refs = self.refs[table] - 1
-        self.refs[table] = refs
+        refs, unused = self.refs, []
+        for block in reversed(table):
+            refs[block] -= 1
+            if not refs[block]:
+                unused.append(block)
         if tail is not None:
             assert self.cache is not None
-            self._free += table[first + len(tail.blocks) :][::-1].tolist()
+            behind = len(table) - first - len(tail.blocks)
+            self._free += unused[:behind]
             self.cache.add_tail(tail)
-            table, refs = table[:first], refs[:first]
-        unused: list[int] = table[refs == 0][::-1].tolist()
+            unused = unused[len(table) - first :]
         self._free += self.cache.set_idle(unused) if self.cache is not None else unused
 
     def reset_cache(self) -> tuple[int, int]:
@@ -86,16 +90,10 @@ class BlockPool:
         self._free += idle
         return len(idle), num_registered - len(idle)
 
-    def enter_limbo(self, table: I64) -> None:
-        self.limbo_refs[table] += 1
-
-    def leave_limbo(self, table: I64) -> None:
-        self.limbo_refs[table] -= 1
-
-    def num_limbo(self) -> int:
-        """Blocks that become available once the results in flight have arrived. Walks over all blocks: for when
-        blocks are short, and for statistics."""
-        return int(((self.refs > 0) & (self.refs == self.limbo_refs)).sum())
+    def num_freed_by(self, tables: Iterable[list[int]]) -> int:
+        """Blocks that become available when the users with these tables are gone."""
+        users = Counter(chain.from_iterable(tables))
+        return sum(self.refs[block] == count for block, count in users.items())
 
     def free_blocks(self) -> tuple[int, ...]:
         return tuple(self._free)

@@ -53,7 +53,7 @@ def executor_stats(e: ExecutorState) -> ExecutorStats:
         incarnation=e.incarnation,
         num_blocks=e.pool.num_blocks,
         free_blocks=e.pool.available,
-        limbo_blocks=e.pool.num_limbo(),
+        limbo_blocks=e.num_limbo_blocks,
         cached_blocks=len(e.pool.cache) if e.pool.cache is not None else 0,
         num_rows=len(e.rows),
         free_rows=len(e.free_rows),

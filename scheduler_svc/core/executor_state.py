@@ -71,14 +71,14 @@ class ExecutorState:
         self.itl: ItlController | None = None
         self._layout: tuple[int, int] | None = None
         self.pool = BlockPool(0, False)
-        self._start(0, 0)
+        self._start(0)
         self.block_size = 1
         self.depth = self.max_num_seqs = self.max_tokens = self.max_output_bytes = self.context = 0
         self.max_wire_bytes = 0
         self.is_eos: Bools = np.zeros(0, dtype=np.bool_)  # [vocab_size]
 
-    def _start(self, num_rows: int, max_blocks: int) -> None:
-        self.rows = Rows(num_rows, max_blocks)
+    def _start(self, num_rows: int) -> None:
+        self.rows = Rows(num_rows)
         self.free_rows = list(range(num_rows))
         self.flights: deque[Flight] = deque()
         self.limbo: list[int] = []
@@ -105,7 +105,7 @@ class ExecutorState:
         if not kept:
             self.pool = BlockPool(info.num_blocks, config.enable_prefix_cache)
         self._layout, self.incarnation, self.info = layout, welcome.incarnation, info
-        self._start(info.num_rows, info.max_blocks_per_row)
+        self._start(info.num_rows)
         self.block_size = info.block_size
         self.depth = max(1, min(config.pipeline_depth, welcome.pipeline_depth))
         self.max_tokens = min(info.max_tokens_per_step, config.max_num_batched_tokens or info.max_tokens_per_step)
@@ -129,13 +129,11 @@ class ExecutorState:
         going_on = []
         for row, sequence in enumerate(self.rows.seqs):
             if sequence is not None:
-                if not self.rows.running[row]:
-                    self.pool.leave_limbo(self.rows.blocks(row))
                 keep = bool(self.rows.accept[row])
                 self._free(row)
                 if keep:
                     going_on.append(sequence)
-        self._start(0, 0)
+        self._start(0)
         return going_on
 
     # --------------------------------------------------------------------------------------------------------- rows
@@ -149,34 +147,24 @@ class ExecutorState:
             self.pool.share(shared)
         length = sequence.length
         final = sequence.prompt_len + (s.max_tokens or self.context)
-        rows.seqs[row] = sequence
-        rows.keys[row] = sequence.key
-        rows.tenant[row] = sequence.tenant
-        rows.admission[row], rows.rank[row], rows.last_step[row] = admission_id, sequence.rank, 0
-        rows.low[row] = rows.high[row] = length
-        rows.final[row] = min(final, self.context)
-        reason = FinishReason.MAX_TOKENS if final <= self.context else FinishReason.CONTEXT
-        rows.end_reason[row] = reason
-        rows.min_end[row] = sequence.prompt_len + s.min_tokens
-        rows.running[row] = rows.accept[row] = True
-        rows.ignore_eos[row] = s.ignore_eos
-        rows.set_stops(row, s.stop_ids)
-        rows.set_raw_logits(row, sequence.request.raw_logits)
-        rows.protected[row] = sequence.preemptions >= self._config.max_preemptions
-        rows.prefilled[row] = computed
+        reason = FinishReason.MAX_TOKENS
+        if final > self.context:
+            final, reason = self.context, FinishReason.CONTEXT
         if sequence.cached < 0:
             sequence.cached = computed
-        rows.cached[row] = sequence.cached
+        rows.occupy(row, sequence, admission_id, length, final, reason)
+        rows.protected[row] = sequence.preemptions >= self._config.max_preemptions
+        rows.prefilled[row] = computed
         sequence.row, sequence.executor_id, sequence.state = row, self.id, SequenceState.RUNNING
         sequence.admitted_len = length
         sequence.planned = computed
         sequence.prefilled_step = 0
         sequence.sent = 0
         sequence.registered = len(shared)
-        blocks = [*shared, *self.pool.allocate(fresh)]
-        rows.table[row, : len(blocks)] = blocks
-        rows.table_len[row] = len(blocks)
-        self._set_due(row, len(blocks))
+        rows.tables[row] = [*shared, *self.pool.allocate(fresh)]
+        capacity = len(rows.tables[row]) * self.block_size
+        rows.capacity[row] = capacity
+        rows.due[row] = NEVER if capacity >= final - 1 else capacity - self.depth + 2
         self.prefilling.append(row)
         self.num_running += 1
         return row
@@ -184,27 +172,27 @@ class ExecutorState:
     def grant(self, grown: I64) -> tuple[I64, I64, I64]:
         """One new block at the end of the table of each row of `grown`; there must be enough. Returns the grants as
         columns: row, table index, block."""
-        rows = self.rows
-        blocks = np.array(self.pool.allocate(len(grown)), dtype=np.int64)
-        index = rows.table_len[grown]
-        rows.table[grown, index] = blocks
-        rows.table_len[grown] = index + 1
-        self._set_due(grown, index + 1)
-        return grown, index, blocks
-
-    def _set_due(self, grown: I64 | int, table_len: I64 | int) -> None:
-        # A step writes the slot of position high - 1, and blocks are granted depth - 1 steps before they are written.
-        rows = self.rows
-        capacity = table_len * self.block_size
+        rows, size = self.rows, self.block_size
+        blocks = self.pool.allocate(len(grown))
+        tables = rows.tables
+        for row, block in zip(grown.tolist(), blocks, strict=True):
+            tables[row].append(block)
+        capacity = rows.capacity[grown]
+        index = capacity // size
+        capacity += size
         rows.capacity[grown] = capacity
-        rows.due[grown] = capacity - self.depth + 2 + NEVER * (capacity >= rows.final[grown] - 1)
+        # A step writes the slot of position high - 1, and blocks are granted depth - 1 steps before they are written.
+        due = capacity - (self.depth - 2)
+        due[capacity >= rows.final[grown] - 1] = NEVER
+        rows.due[grown] = due
+        return grown, index, np.array(blocks, dtype=np.int64)
 
     # ----------------------------------------------------------------------------------------------------- decoding
 
     def decoding(self) -> RowSet:
         """The rows with a token left to plan: the same set as before until one comes or goes. No side effects."""
         if self._decoding is None:
-            self._decoding = RowSet.of(self.rows, self.rows.left.nonzero()[0])
+            self._decoding = RowSet.where(self.rows, self.rows.left > 0)
             self.quiet_steps = 0
         return self._decoding
 
@@ -244,7 +232,6 @@ class ExecutorState:
             self.prefilling.remove(row)
         self.releases.append(row)
         if rows.last_step[row] > self.last_result:
-            self.pool.enter_limbo(rows.blocks(row))
             self.limbo.append(row)
             return None
         sequence = self._free(row)
@@ -259,7 +246,6 @@ class ExecutorState:
                 still.append(row)
                 continue
             keep = bool(self.rows.accept[row])
-            self.pool.leave_limbo(self.rows.blocks(row))
             sequence = self._free(row)
             if keep:
                 going_on.append(sequence)
@@ -295,7 +281,7 @@ class ExecutorState:
 
     def _free_blocks(self, row: int, sequence: Sequence) -> None:
         """The row's blocks lose a user. What it computed can be found again: behind a registered head as a Tail."""
-        table, size = self.rows.blocks(row), self.block_size
+        table, size = self.rows.tables[row], self.block_size
         first, full = sequence.registered, self.rows.computed(row) // size
         if self.pool.cache is None or self.rows.tainted[row] or not 0 < first < full:
             self.register(row, full * size)
@@ -303,7 +289,7 @@ class ExecutorState:
             return
         parent = self.hashes(sequence, first)[first - 1]
         tokens = sequence.view()[first * size : full * size].copy()
-        self.pool.free(table, Tail(parent, tokens, size, table[first:full].tolist()), first)
+        self.pool.free(table, Tail(parent, tokens, size, table[first:full]), first)
 
     def register(self, row: int, computed: int) -> None:
         """Enters the full blocks of the row's first `computed` positions into the prefix cache."""
@@ -313,7 +299,7 @@ class ExecutorState:
         if cache is None or self.rows.tainted[row] or full <= sequence.registered:
             return
         first = sequence.registered
-        cache.register(self.hashes(sequence, full)[first:full], self.rows.table[row, first:full].tolist())
+        cache.register(self.hashes(sequence, full)[first:full], self.rows.tables[row][first:full])
         sequence.registered = full
 
     def reset_cache(self) -> tuple[int, int]:
@@ -333,6 +319,11 @@ class ExecutorState:
     def num_parked(self) -> int:
         """Preempted sequences whose last results are not there."""
         return int(self.rows.accept[self.limbo].sum()) if self.limbo else 0
+
+    @property
+    def num_limbo_blocks(self) -> int:
+        """Blocks that become available once the results in flight have arrived."""
+        return self.pool.num_freed_by(self.rows.tables[row] for row in self.limbo)
 
     @property
     def kept_decoding(self) -> RowSet | None:

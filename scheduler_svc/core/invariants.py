@@ -47,7 +47,7 @@ def _check_rows(executor: ExecutorState) -> None:
         assert sequence.length + int(rows.recent_len[row]) == rows.low[row] <= rows.high[row] <= rows.final[row]
         assert 0 <= rows.computed(row) <= sequence.planned or rows.decoding[row]
         assert rows.computed(row) < rows.low[row]
-        assert rows.high[row] - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
+        assert rows.high[row] - 1 <= rows.capacity[row] == len(rows.tables[row]) * executor.block_size
         assert rows.left[row] == (rows.final[row] - rows.high[row] if rows.decoding[row] else 0)
         assert (row in executor.prefilling) != bool(rows.decoding[row]), "a row is in both phases, or in none"
     assert sum(_is_tried(executor, row) for row in running) <= 1, "more than one suspect is on trial"
@@ -110,9 +110,9 @@ def _check_writes(executor: ExecutorState) -> None:
         sequence = rows.seqs[row]
         assert sequence is not None
         start = int(rows.high[row]) - 1 if rows.decoding[row] else sequence.planned
-        own = rows.blocks(row)[start // size :]
-        assert (pool.refs[own] == 1).all(), f"row {row} will write a block that others read"
-        assert pool.cache is None or not any(pool.cache.holds(block) for block in own.tolist())
+        own = rows.tables[row][start // size :]
+        assert all(pool.refs[block] == 1 for block in own), f"row {row} will write a block that others read"
+        assert pool.cache is None or not any(pool.cache.holds(block) for block in own)
 
 
 def _is_tried(executor: ExecutorState, row: int) -> bool:
@@ -124,26 +124,29 @@ def _is_tried(executor: ExecutorState, row: int) -> bool:
 def _check_copies(executor: ExecutorState) -> None:
     """What a step in flight copies from and to has users, if only rows in limbo."""
     for flight in executor.flights:
-        plan = flight.record.plan
-        assert (executor.pool.refs[plan.copy_sources] > 0).all(), "a block is free that a step in flight copies from"
-        assert (executor.pool.refs[plan.copy_targets] > 0).all(), "a block is free that a step in flight copies to"
+        plan, refs = flight.record.plan, executor.pool.refs
+        assert all(refs[block] for block in plan.copy_sources), "a block is free that a step in flight copies from"
+        assert all(refs[block] for block in plan.copy_targets), "a block is free that a step in flight copies to"
 
 
 def _check_blocks(executor: ExecutorState) -> None:
     pool, rows = executor.pool, executor.rows
-    users, limbo_users = np.zeros_like(pool.refs), np.zeros_like(pool.refs)
+    users, stay = [0] * pool.num_blocks, [0] * pool.num_blocks
     for row, sequence in enumerate(rows.seqs):
         if sequence is not None:
-            table = rows.blocks(row)
-            assert len(set(table.tolist())) == len(table), f"row {row} has a block twice"
-            users[table] += 1
-            if not rows.running[row]:
-                limbo_users[table] += 1
-    assert (users == pool.refs).all(), "a block's reference count is not the number of its users"
-    assert (limbo_users == pool.limbo_refs).all(), "limbo counts are wrong"
+            table = rows.tables[row]
+            assert len(set(table)) == len(table), f"row {row} has a block twice"
+            for block in table:
+                users[block] += 1
+                stay[block] += bool(rows.running[row])
+        else:
+            assert not rows.tables[row], f"row {row} is free and has blocks"
+    assert users == pool.refs, "a block's reference count is not the number of its users"
+    in_limbo = sum(of_all > 0 == of_running for of_all, of_running in zip(users, stay, strict=True))
+    assert in_limbo == executor.num_limbo_blocks, "blocks in limbo are miscounted"
     free = pool.free_blocks()
     idle = pool.cache.idle_blocks() if pool.cache is not None else ()
-    used = np.flatnonzero(pool.refs).tolist()
+    used = [block for block, count in enumerate(pool.refs) if count]
     assert sorted([*free, *idle, *used]) == list(range(pool.num_blocks)), "blocks are lost or counted twice"
     assert pool.available == len(free) + len(idle)
     if pool.cache is not None:
@@ -153,8 +156,6 @@ def _check_blocks(executor: ExecutorState) -> None:
             "a tail's block is not idle"
         )
         assert not any(pool.cache.holds(block) for block in free), "a free block is still registered"
-    for row in executor.limbo:
-        assert pool.limbo_refs[rows.blocks(row)].all()
 
 
 def _check_tenants(scheduler: Scheduler) -> None:

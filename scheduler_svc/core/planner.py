@@ -88,7 +88,7 @@ class Planner:
         if len(due):
             self._grant(draft, due)
         if draft.blocks_owed:
-            return RowSet.of(rows, np.flatnonzero((rows.left > 0) & (rows.capacity >= rows.high)))
+            return RowSet.where(rows, (rows.left > 0) & (rows.capacity >= rows.high))
         return executor.decoding()
 
     def _grant(self, draft: Draft, short: I64) -> None:
@@ -109,15 +109,17 @@ class Planner:
         """Preempts as needed; returns those of the rows that get their block now."""
         executor, rows, pool = draft.executor, draft.executor.rows, draft.executor.pool
         granted: list[int] = []
+        limbo = executor.num_limbo_blocks
         for row in short[np.argsort(rows.rank[short])].tolist():
             if not rows.running[row]:
                 continue  # preempted in this very loop
             wanted = len(granted) + draft.blocks_owed + 1
-            while wanted > pool.available + pool.num_limbo():
+            while wanted > pool.available + limbo:
                 victim = executor.victim_after(int(rows.rank[row]))
                 if victim is None:
                     break
                 self.preempt(executor, victim)
+                limbo = executor.num_limbo_blocks
             if wanted <= pool.available:
                 granted.append(row)
             else:
@@ -302,7 +304,7 @@ class Planner:
         rows.forked_from[row] = rows.admission[head.leader]
         rows.tainted[row] = rows.tainted[head.leader]  # what the cache must not offer of the one, nor of the other
         if head.copied >= 0:
-            draft.copies.append((head.copied, int(rows.table[row, len(head.blocks)])))
+            draft.copies.append((head.copied, rows.tables[row][len(head.blocks)]))
 
     def _release_followers(self, draft: Draft) -> None:
         """Who waited for a prompt that this plan completes may enter from the next plan on, and fork."""
@@ -332,6 +334,6 @@ class Planner:
             length=sequence.length,
             prompt_len=sequence.prompt_len,
             computed_len=sequence.planned,
-            blocks=u32(rows.blocks(row)),
+            blocks=u32(rows.tables[row]),
             sampling=sequence.sampling(int(rows.final[row]) - sequence.prompt_len),
         )

@@ -96,19 +96,34 @@ def _append(executor: ExecutorState, sampled: RowSet, tokens: U32, has_last_toke
     """Books one token for each row and tells which sequences it ends: reasons, and the entries that have one."""
     rows, batch = executor.rows, sampled.batch()
     sampled.append(tokens)
-    is_eos = executor.is_eos.take(tokens)
-    if not (has_last_token or rows.num_with_stops or np.count_nonzero(is_eos)):
-        return batch.no_reasons, []
-    index = sampled.index
-    length = rows.low[index]
-    may_stop = length > rows.min_end[index]
-    reasons = np.where(length >= rows.final[index], rows.end_reason[index], np.uint8(0))
+    index, may_end = sampled.index, executor.is_eos.take(tokens)
+    if np.count_nonzero(may_end):
+        may_end &= ~rows.ignore_eos[index]
     if rows.num_with_stops:
-        hit = (rows.stops[index] == tokens[:, None]).any(axis=1) & rows.has_stops[index]
-        reasons[hit & may_stop] = FinishReason.STOP_TOKEN
-    reasons[is_eos & may_stop & ~rows.ignore_eos[index]] = FinishReason.EOS
+        may_end |= (rows.stops[index] == tokens[:, None]).any(axis=1)
+    if has_last_token:
+        may_end |= (rows.low >= rows.final).take(index)
+    found = {entry: _end_reason(executor, int(index[entry]), int(tokens[entry])) for entry in may_end.nonzero()[0]}
+    ended = [int(entry) for entry, reason in found.items() if reason]
+    if not ended:
+        return batch.no_reasons, []
+    reasons: U8 = np.zeros(len(index), dtype=np.uint8)
+    reasons[ended] = [found[entry] for entry in ended]
     reasons.setflags(write=False)
-    return reasons, np.flatnonzero(reasons).tolist()
+    return reasons, ended
+
+
+def _end_reason(executor: ExecutorState, row: int, token: int) -> int:
+    """Why the row's sequence ends with `token`, its newest, as FinishReason; 0: it goes on."""
+    rows, sequence = executor.rows, executor.rows.seqs[row]
+    assert sequence is not None
+    length, sampling = int(rows.low[row]), sequence.request.sampling
+    if length > sequence.prompt_len + sampling.min_tokens:
+        if executor.is_eos[token] and not sampling.ignore_eos:
+            return FinishReason.EOS
+        if token in sampling.stop_ids:
+            return FinishReason.STOP_TOKEN
+    return int(rows.end_reason[row]) if length >= rows.final[row] else 0
 
 
 def batches(executor: ExecutorState, collected: Collected, result: StepResult) -> dict[int, TokenBatch]:

@@ -1,12 +1,13 @@
 """The rows of one step that sample, with what plans and results say about them again and again."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.messages import U32, u32
-from scheduler_svc.core.rows import I64, RECENT, Rows
+from common.messages import U32
+from scheduler_svc.core.rows import I64, RECENT, Bools, Rows
 from scheduler_svc.messages import WORKER_SHIFT
 
 U8 = NDArray[np.uint8]
@@ -18,7 +19,7 @@ SEVERAL = -1
 @dataclass(slots=True, eq=False)
 class BatchColumns:
     """What a TokenBatch of a RowSet holds in any step in which nobody ends. Read-only. worker: SEVERAL, if
-    the rows belong to more than one."""
+    the rows belong to more than one, or to none."""
 
     counts: U32
     no_reasons: U8
@@ -30,11 +31,13 @@ class BatchColumns:
 class RowSet:
     """Rows with their present occupants, ascending: valid as long as no row of it is freed, so for a step in flight.
 
-    index and column: the same rows, for numpy and for the plan. advance: [num_rows] 1 for rows of the set, else 0, so
-    that a column over all rows moves on with one addition. keys: uint64, of the requests. All read-only.
+    mask: bool [num_rows]. index and column: the same rows, for numpy and for the plan. advance: [num_rows] 1 for rows
+    of the set, else 0, so that a column over all rows moves on with one addition. keys: uint64, of the requests. All
+    read-only.
     """
 
     rows: Rows
+    mask: Bools
     index: I64
     column: U32
     advance: I64
@@ -45,22 +48,30 @@ class RowSet:
         return len(self.index)
 
     @classmethod
+    def where(cls, rows: Rows, mask: Bools) -> "RowSet":
+        """The rows for which `mask`, handed over, is true."""
+        index = mask.nonzero()[0]
+        column: U32 = index.astype(np.uint32)
+        advance: I64 = mask.astype(np.int64)
+        keys = rows.keys.take(index)
+        for part in (mask, index, column, advance, keys):
+            part.setflags(write=False)
+        return cls(rows, mask, index, column, advance, keys)
+
+    @classmethod
     def of(cls, rows: Rows, index: I64) -> "RowSet":
-        """`index` ascending, without repetition."""
-        advance: I64 = np.zeros(len(rows), dtype=np.int64)
-        advance[index] = 1
-        keys = rows.keys[index]
-        for column in (index, advance, keys):
-            column.setflags(write=False)
-        return cls(rows, index, u32(index), advance, keys)
+        """`index` without repetition."""
+        mask: Bools = np.zeros(len(rows), dtype=np.bool_)
+        mask[index] = True
+        return cls.where(rows, mask)
 
     def joined_by(self, others: list[int]) -> "RowSet":
         """This set and `others`, none of which is in it."""
         if not others:
             return self
-        both = self.advance.astype(np.bool_)
+        both = self.mask.copy()
         both[others] = True
-        return RowSet.of(self.rows, both.nonzero()[0])
+        return RowSet.where(self.rows, both)
 
     def append(self, tokens: U32) -> None:
         """Books one known token for each row."""
@@ -74,12 +85,21 @@ class RowSet:
 
     def batch(self) -> BatchColumns:
         if self._batch is None:
-            cached: U32 = self.rows.cached[self.index]
-            no_reasons: U8 = np.zeros(len(self), dtype=np.uint8)
-            no_reasons.setflags(write=False)
-            worker = SEVERAL
-            if len(self) and (first := int(self.keys.max()) >> WORKER_SHIFT) == int(self.keys.min()) >> WORKER_SHIFT:
-                worker = first
-            counts: U32 = np.ones(len(self), dtype=np.uint32)
-            self._batch = BatchColumns(u32(counts), no_reasons, u32(cached), worker)
+            counts, no_reasons = _constants(len(self.mask))
+            cached: U32 = self.rows.cached.take(self.index)
+            cached.setflags(write=False)
+            # Of keys all of which begin alike the bits that differ are low ones.
+            differ = int(np.bitwise_or.reduce(self.keys ^ self.keys[0])) if len(self) else 0
+            worker = SEVERAL if not len(self) or differ >> WORKER_SHIFT else int(self.keys[0]) >> WORKER_SHIFT
+            self._batch = BatchColumns(counts[: len(self)], no_reasons[: len(self)], cached, worker)
         return self._batch
+
+
+@lru_cache(maxsize=8)
+def _constants(num_rows: int) -> tuple[U32, U8]:
+    """Ones and zeros, as many as a set of these rows can need; views of read-only arrays are read-only."""
+    ones: U32 = np.ones(num_rows, dtype=np.uint32)
+    zeros: U8 = np.zeros(num_rows, dtype=np.uint8)
+    ones.setflags(write=False)
+    zeros.setflags(write=False)
+    return ones, zeros

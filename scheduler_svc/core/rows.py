@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from common.messages import U32
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.messages import FinishReason
 
 RECENT = 1008  # 63 cache lines: an odd number, else the places written in one step share few cache sets
 _FLUSHED_AT_ONCE = 32
@@ -22,15 +23,15 @@ class Rows:
     admission: 0 for a free row. running: neither free nor in limbo. accept: tokens that arrive count (false once the
     sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
     protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
-    it ends; left: final - high while decoding, else 0; capacity: token slots its table covers; due: the `high` from
-    which it needs another block. min_end: length from which EOS and stop ids count. prefilled: known
+    it ends, for end_reason; left: final - high while decoding, else 0; tables: its blocks in order; capacity: token slots they cover;
+    due: the `high` from which it needs another block. prefilled: known
     computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader whose prompt its
     table began with, 0: none. last_step: the last step naming the row.
     recent[row, :recent_len[row]]: known tokens the Sequence has not got yet; no row's are full before `room` more
     steps.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int) -> None:
+    def __init__(self, num_rows: int) -> None:
         def ints() -> I64:
             return np.zeros(num_rows, dtype=np.int64)
 
@@ -42,12 +43,12 @@ class Rows:
         self.admission, self.rank, self.last_step = ints(), ints(), ints()
         self.low, self.high, self.final = ints(), ints(), ints()
         self.left, self.due = ints(), ints()
-        self.capacity, self.table_len, self.prefilled, self.min_end = ints(), ints(), ints(), ints()
+        self.capacity, self.prefilled = ints(), ints()
         self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
         self.protected, self.ignore_eos, self.has_stops, self.raw_logits = bools(), bools(), bools(), bools()
         self.end_reason = np.zeros(num_rows, dtype=np.uint8)
         self.cached: U32 = np.zeros(num_rows, dtype=np.uint32)
-        self.table: I64 = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self.tables: list[list[int]] = [[] for _ in range(num_rows)]
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
         self.recent: U32 = np.zeros((num_rows, RECENT), dtype=np.uint32)
         self.recent_len = ints()
@@ -58,23 +59,35 @@ class Rows:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        self.has_stops[row] = bool(stop_ids)
-        self.num_with_stops += bool(stop_ids)
+    def occupy(
+        self, row: int, sequence: Sequence, admission_id: int, length: int, final: int, end_reason: FinishReason
+    ) -> None:
+        """`sequence` takes the free row; it has `length` known tokens and ends at `final`, for `end_reason`. What the
+        occupant before left behind is overwritten here or by `clear`."""
+        request = sequence.request
+        sampling = request.sampling
+        self.seqs[row] = sequence
+        self.keys[row] = request.key
+        self.tenant[row], self.cached[row] = sequence.tenant, sequence.cached
+        self.admission[row], self.rank[row], self.last_step[row] = admission_id, sequence.rank, 0
+        self.low[row] = self.high[row] = length
+        self.final[row], self.end_reason[row] = final, end_reason
+        self.running[row] = self.accept[row] = True
+        self.ignore_eos[row] = sampling.ignore_eos
+        if sampling.stop_ids:
+            self._set_stops(row, sampling.stop_ids)
+        if request.raw_logits:
+            self.raw_logits[row] = True
+            self.num_with_raw += 1
+
+    def _set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        self.has_stops[row] = True
+        self.num_with_stops += 1
         if len(stop_ids) > self.stops.shape[1]:
             wider: U32 = np.full((len(self), len(stop_ids)), NO_TOKEN, dtype=np.uint32)
             wider[:, : self.stops.shape[1]] = self.stops
             self.stops = wider
-        if stop_ids:
-            self.stops[row] = NO_TOKEN
-            self.stops[row, : len(stop_ids)] = stop_ids
-
-    def set_raw_logits(self, row: int, wanted: bool) -> None:
-        self.raw_logits[row] = wanted
-        self.num_with_raw += wanted
-
-    def blocks(self, row: int) -> I64:
-        return self.table[row, : self.table_len[row]]
+        self.stops[row, : len(stop_ids)] = stop_ids
 
     def computed(self, row: int) -> int:
         """Positions whose KV is known to be in the row's blocks."""
@@ -100,13 +113,16 @@ class Rows:
         self.room = max(1, RECENT - _MAX_FLUSHES - int(self.recent_len.max()))
 
     def clear(self, row: int) -> None:
-        self.num_with_stops -= bool(self.has_stops[row])
-        self.num_with_raw -= bool(self.raw_logits[row])
+        """The row is free: no part of any set, and nothing of its occupant counts."""
+        if self.has_stops[row]:
+            self.has_stops[row] = False
+            self.stops[row] = NO_TOKEN
+            self.num_with_stops -= 1
+        if self.raw_logits[row]:
+            self.raw_logits[row] = False
+            self.num_with_raw -= 1
         self.seqs[row] = None
-        for column in (self.admission, self.low, self.high, self.final, self.left, self.table_len, self.capacity):
-            column[row] = 0
-        for flags in (self.running, self.accept, self.tainted, self.decoding, self.has_stops, self.raw_logits):
-            flags[row] = False
-        self.keys[row] = 0
+        self.tables[row] = []
+        self.admission[row] = self.keys[row] = self.final[row] = self.left[row] = 0
         self.forked_from[row] = self.recent_len[row] = 0
-        self.protected[row] = False
+        self.running[row] = self.accept[row] = self.tainted[row] = self.decoding[row] = self.protected[row] = False

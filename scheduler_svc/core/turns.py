@@ -69,10 +69,10 @@ def _can_have_room(executor: ExecutorState, sequence: Sequence, limit: int) -> b
     """If everyone behind `limit` went, blocks they share counted as if each had its own."""
     if executor.blocked is None or executor.blocked[0] != sequence.ticket:
         return True
-    rows, pool = executor.rows, executor.pool
+    rows, pool, size = executor.rows, executor.pool, executor.block_size
     behind = rows.running & ~rows.protected & (rows.rank > limit)
-    freed = int(rows.table_len[behind].sum()) + int(behind.sum())
-    return executor.blocked[1] + executor.num_running <= pool.available + pool.num_limbo() + freed
+    freed = int(rows.capacity[behind].sum()) // size + int(behind.sum())
+    return executor.blocked[1] + executor.num_running <= pool.available + executor.num_limbo_blocks + freed
 
 
 def _will_have_room(executor: ExecutorState, sequence: Sequence) -> bool:
@@ -81,4 +81,4 @@ def _will_have_room(executor: ExecutorState, sequence: Sequence) -> bool:
         return False
     if executor.blocked is None or executor.blocked[0] != sequence.ticket:
         return True
-    return executor.blocked[1] + executor.num_running <= executor.pool.available + executor.pool.num_limbo()
+    return executor.blocked[1] + executor.num_running <= executor.pool.available + executor.num_limbo_blocks

@@ -165,7 +165,7 @@ class Sim:
     def reset_cache(self) -> tuple[int, int]:
         counts = self.scheduler.reset_cache()
         executor = self.executor
-        self.stale = set(np.flatnonzero(executor.pool.refs).tolist())
+        self.stale = {block for block, count in enumerate(executor.pool.refs) if count}
         assert not executor.pool.cache or len(executor.pool.cache) == 0
         self.check()
         return counts

@@ -22,10 +22,9 @@ def _no_limbo_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def vacate(self: ExecutorState, row: int, keep: bool) -> Sequence | None:
         sequence = original(self, row, keep)
-        if row in self.limbo and self.rows.table_len[row]:
-            self.pool.leave_limbo(self.rows.blocks(row))
-            self.pool.free(self.rows.blocks(row))
-            self.rows.table_len[row] = 0
+        if row in self.limbo and self.rows.tables[row]:
+            self.pool.free(self.rows.tables[row])
+            self.rows.tables[row] = []
             self.rows.tainted[row] = True
         return sequence
 

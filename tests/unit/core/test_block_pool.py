@@ -1,11 +1,6 @@
-import numpy as np
 import pytest
 
 from scheduler_svc.core.block_pool import BlockPool
-
-
-def _table(blocks: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.array(blocks, dtype=np.int64)
 
 
 def test_allocate_and_free_conserve_blocks() -> None:
@@ -13,7 +8,7 @@ def test_allocate_and_free_conserve_blocks() -> None:
     first = pool.allocate(5)
     assert len(set(first)) == 5 and pool.available == 3
     assert pool.can_allocate(3) and not pool.can_allocate(4)
-    pool.free(_table(first))
+    pool.free(first)
     assert pool.available == 8 and pool.num_free == 8
 
 
@@ -23,9 +18,9 @@ def test_a_shared_block_lives_until_its_last_user() -> None:
     (block,) = pool.allocate(1)
     pool.cache.register([b"h"], [block])
     pool.share([block])
-    pool.free(_table([block]))
+    pool.free([block])
     assert pool.available == 3
-    pool.free(_table([block]))
+    pool.free([block])
     assert pool.available == 4 and pool.cache.idle_blocks() == (block,)
     pool.share([block])
     assert pool.available == 3 and pool.cache.idle_blocks() == ()
@@ -36,7 +31,7 @@ def test_free_blocks_go_before_cached_ones_and_tails_before_heads() -> None:
     assert pool.cache is not None
     table = pool.allocate(4)
     pool.cache.register([bytes([i]) for i in range(4)], table)
-    pool.free(_table(table))
+    pool.free(table)
     assert len(pool.allocate(2)) == 2 and len(pool.cache) == 4, "nothing cached is given away while others are free"
     assert pool.allocate(3) == [table[3], table[2], table[1]], "the tail of a prefix goes first"
     assert pool.cache.match([b"\0", b"\1"], 2) == [table[0]]
@@ -48,16 +43,16 @@ def test_limbo_counts_only_what_becomes_free() -> None:
     table = pool.allocate(3)
     pool.cache.register([b"h"], table[:1])
     pool.share(table[:1])
-    pool.enter_limbo(_table(table))
-    assert pool.num_limbo() == 2, "the shared head stays with its other user"
-    pool.leave_limbo(_table(table))
-    pool.free(_table(table))
-    assert pool.num_limbo() == 0 and pool.available == 5
+    assert pool.num_freed_by([table]) == 2, "the shared head stays with its other user"
+    assert pool.num_freed_by([table, table[:1]]) == 3, "unless that one goes too"
+    assert pool.num_freed_by([]) == 0
+    pool.free(table)
+    assert pool.available == 5
 
 
 def test_without_a_cache_nothing_is_kept() -> None:
     pool = BlockPool(3, use_cache=False)
-    pool.free(_table(pool.allocate(3)))
+    pool.free(pool.allocate(3))
     assert pool.cache is None and pool.num_free == 3
     with pytest.raises(AssertionError):
         pool.allocate(4)
@@ -68,9 +63,9 @@ def test_blocks_in_use_are_shared_whether_cached_or_not(use_cache: bool) -> None
     pool = BlockPool(4, use_cache)
     blocks = pool.allocate(2)
     pool.share(blocks)
-    pool.free(_table(blocks))
+    pool.free(blocks)
     assert pool.available == 2, "the other user holds them"
-    pool.free(_table(blocks))
+    pool.free(blocks)
     assert pool.available == pool.num_free == 4
     with pytest.raises(AssertionError, match="a free block"):
         pool.share(blocks)
@@ -81,12 +76,12 @@ def test_a_reset_frees_what_is_idle_and_forgets_what_is_used() -> None:
     assert pool.cache is not None
     idle, used = pool.allocate(2), pool.allocate(3)
     pool.cache.register([b"a", b"b", b"c"], [*idle, used[0]])
-    pool.free(_table(idle))
+    pool.free(idle)
     assert (pool.num_free, pool.available) == (1, 3)
     assert pool.reset_cache() == (2, 1)
     assert (pool.num_free, pool.available, len(pool.cache)) == (3, 3, 0)
     assert pool.cache.match([b"a"], 1) == pool.cache.match([b"c"], 1) == []
-    pool.free(_table(used))
+    pool.free(used)
     assert pool.num_free == 6 and pool.reset_cache() == (0, 0)
     assert sorted(pool.allocate(6)) == list(range(6))
     assert BlockPool(3, use_cache=False).reset_cache() == (0, 0)
