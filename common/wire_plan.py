@@ -6,27 +6,17 @@ from common import messages as m
 from common.wire_columns import check_lengths, pack_bitmap, pack_f32, pack_u32, unpack_bitmap, unpack_f32, unpack_u32
 from stepwire.executor.v1 import executor_pb2 as pb
 
+_PLAIN = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens", "max_tokens", "ignore_eos", "num_logprobs", "num_prompt_logprobs", "prompt_logprobs_from",
+    "grammar_kind", "grammar", "adapter_id",
+)  # fmt: skip
+_plain_of = attrgetter(*_PLAIN)
+
 
 def encode_sampling(s: m.Sampling) -> pb.Sampling:
-    p = pb.Sampling(
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        seed=s.seed,
-        repetition_penalty=s.repetition_penalty,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        min_tokens=s.min_tokens,
-        max_tokens=s.max_tokens,
-        ignore_eos=s.ignore_eos,
-        num_logprobs=s.num_logprobs,
-        num_prompt_logprobs=s.num_prompt_logprobs,
-        prompt_logprobs_from=s.prompt_logprobs_from,
-        grammar_kind=s.grammar_kind,
-        grammar=s.grammar,
-        adapter_id=s.adapter_id,
-    )
+    """A zero is not sent: it is what an absent field says."""
+    p = pb.Sampling(**{name: value for name, value in zip(_PLAIN, _plain_of(s), strict=True) if value})
     if s.stop_ids:
         p.stop_ids = pack_u32(m.u32(s.stop_ids))
     if s.bias:
@@ -81,7 +71,7 @@ def encode_plan(plan: m.StepPlan, p: pb.StepPlan) -> None:
     p.trace_context = plan.trace_context
     p.decode = pack_bitmap(plan.decode_rows)
     for name, column in zip(_COLUMNS, _columns_of(plan), strict=True):
-        if len(column):
+        if column is not m.EMPTY_U32 and len(column):
             setattr(p, name, pack_u32(column))
     for a in plan.admit:
         p.admit.add(

@@ -18,6 +18,7 @@ from stepwire.executor.v1 import executor_pb2 as pb
 
 _TIMINGS = tuple(m.Timings.__dataclass_fields__)  # named as in the proto, both in order
 _timings_of = attrgetter(*_TIMINGS)
+_MODES = {int(mode): mode for mode in m.StepMode}
 
 
 def encode_result(r: m.StepResult) -> pb.StepResult:
@@ -69,14 +70,18 @@ def decode_result(p: pb.StepResult) -> m.StepResult:
         counts=counts,
         accepted=accepted,
         logprobs=_decode_logprobs(p.logprobs) if p.HasField("logprobs") else m.NO_LOGPROBS,
-        row_errors=tuple(
-            m.RowError(e.row, e.admission_id, enum_of(m.RowErrorCode, e.code, f"row_errors[{i}].code"), e.text)
-            for i, e in enumerate(p.row_errors)
-        ),
+        row_errors=_decode_row_errors(p) if p.row_errors else (),
         timings=m.Timings(*_timings_of(p.timings)),
-        mode=enum_of(m.StepMode, p.mode, "mode"),
+        mode=_MODES[p.mode] if p.mode in _MODES else enum_of(m.StepMode, p.mode, "mode"),
         bucket=p.bucket,
         output_bytes=p.output_bytes,
+    )
+
+
+def _decode_row_errors(p: pb.StepResult) -> tuple[m.RowError, ...]:
+    return tuple(
+        m.RowError(e.row, e.admission_id, enum_of(m.RowErrorCode, e.code, f"row_errors[{i}].code"), e.text)
+        for i, e in enumerate(p.row_errors)
     )
 
 

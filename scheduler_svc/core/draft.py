@@ -8,7 +8,6 @@ import numpy as np
 from common.messages import EMPTY_U32, MAX_EXTEND_TOKENS, U32, Admit, Extend, Sampling, StepPlan, u32
 from scheduler_svc.core.executor_state import ExecutorState, Flight
 from scheduler_svc.core.row_set import RowSet
-from scheduler_svc.core.rows import I64
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.observer import StepRecord
 
@@ -19,13 +18,13 @@ def _columns(entries: Collection[tuple[int, ...]], width: int) -> tuple[U32, ...
     """Entries of `width` values each as so many columns."""
     if not entries:
         return (EMPTY_U32,) * width
-    return tuple(u32(column) for column in np.array(entries, dtype=np.uint32).T.copy())
+    return tuple(u32(column) for column in np.array(entries, dtype=np.uint32).T)
 
 
 def sampling_bytes(sampling: Sampling) -> int:
     """An upper bound of what the sampling parameters take on the wire."""
     columns = 4 * len(sampling.stop_ids) + 8 * len(sampling.bias) + 4 * len(sampling.allowed_ids)
-    return _FIXED_BYTES + columns + len(sampling.grammar.encode())
+    return _FIXED_BYTES + columns + 4 * len(sampling.grammar)
 
 
 def admit_bytes(num_tokens: int, num_blocks: int, sampling: Sampling) -> int:
@@ -47,7 +46,7 @@ class Draft:
     wire_bytes: int
     output_bytes: int
     decode: RowSet
-    grants: tuple[I64, I64, I64] | None = None  # rows, table indices, blocks
+    grants: tuple[U32, U32, U32] | None = None  # rows, table indices, blocks
     admits: list[Admit] = field(default_factory=list)
     extends: list[Extend] = field(default_factory=list)
     prefills: list[tuple[int, int, int]] = field(default_factory=list)
@@ -74,7 +73,7 @@ class Draft:
     def finish(self, now_ns: int, trace_context: bytes, waiting: int) -> StepRecord:
         """Makes the plan, books it as in flight and returns its record."""
         executor, decode = self.executor, self.decode
-        grant_rows, grant_indices, grant_blocks = map(u32, self.grants or (EMPTY_U32, EMPTY_U32, EMPTY_U32))
+        grant_rows, grant_indices, grant_blocks = self.grants or (EMPTY_U32, EMPTY_U32, EMPTY_U32)
         copy_sources, copy_targets = _columns(self.copies, 2)
         prefill_rows, prefill_starts, prefill_counts = _columns(sorted(self.prefills), 3)
         raw_logits_rows, raw_logits_positions = _columns(sorted(self.raw), 2)
@@ -93,10 +92,14 @@ class Draft:
             grant_blocks=grant_blocks,
             copy_sources=copy_sources,
             copy_targets=copy_targets,
+            set_token_rows=EMPTY_U32,
+            set_token_tokens=EMPTY_U32,
             prefill_rows=prefill_rows,
             prefill_starts=prefill_starts,
             prefill_counts=prefill_counts,
             decode_rows=decode.column,
+            draft_rows=EMPTY_U32,
+            draft_counts=EMPTY_U32,
             raw_logits_rows=raw_logits_rows,
             raw_logits_positions=raw_logits_positions,
         )

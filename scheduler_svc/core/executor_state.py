@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 
 from common.frozen import step_message
-from common.messages import ExecutorInfo, Welcome
+from common.messages import U32, ExecutorInfo, Welcome, u32
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.itl_controller import ItlController
@@ -130,7 +130,7 @@ class ExecutorState:
         for row, sequence in enumerate(self.rows.seqs):
             if sequence is not None:
                 keep = bool(self.rows.accept[row])
-                self._free(row)
+                self._free(row, keep)
                 if keep:
                     going_on.append(sequence)
         self._start(0)
@@ -164,12 +164,11 @@ class ExecutorState:
         rows.tables[row] = [*shared, *self.pool.allocate(fresh)]
         capacity = len(rows.tables[row]) * self.block_size
         rows.capacity[row] = capacity
-        rows.due[row] = NEVER if capacity >= final - 1 else capacity - self.depth + 2
         self.prefilling.append(row)
         self.num_running += 1
         return row
 
-    def grant(self, grown: I64) -> tuple[I64, I64, I64]:
+    def grant(self, grown: I64) -> tuple[U32, U32, U32]:
         """One new block at the end of the table of each row of `grown`; there must be enough. Returns the grants as
         columns: row, table index, block."""
         rows, size = self.rows, self.block_size
@@ -181,11 +180,15 @@ class ExecutorState:
         index = capacity // size
         capacity += size
         rows.capacity[grown] = capacity
-        # A step writes the slot of position high - 1, and blocks are granted depth - 1 steps before they are written.
-        due = capacity - (self.depth - 2)
+        due = capacity - self._lead
         due[capacity >= rows.final[grown] - 1] = NEVER
         rows.due[grown] = due
-        return grown, index, np.array(blocks, dtype=np.int64)
+        return u32(grown), u32(index), u32(blocks)
+
+    @property
+    def _lead(self) -> int:
+        # A step writes the slot of position high - 1, and blocks are granted depth - 1 steps before they are written.
+        return self.depth - 2
 
     # ----------------------------------------------------------------------------------------------------- decoding
 
@@ -200,20 +203,21 @@ class ExecutorState:
         """After a step of `planned` that was not quiet: finds out how many of the next ones will be. True: some row's
         last token is planned now, and it decodes no more."""
         rows = self.rows
-        least_left = int(rows.left[planned.index].min(initial=NEVER))
+        least_left = int(np.minimum.reduce(rows.left[planned.index])) if len(planned) else NEVER
         if planned is not self._decoding or least_left == 0:
             self._decoding = None
             return least_left == 0
-        until_due = int((rows.due[planned.index] - rows.high[planned.index]).min())
-        self.quiet_steps = min(until_due, least_left - 1)
+        self.quiet_steps = min(int(np.minimum.reduce(rows.due - rows.high)), least_left - 1)
         return False
 
     def start_decoding(self, row: int) -> None:
         """The last chunk of the row's prefill is planned: it samples, and decodes from the next step on."""
         rows = self.rows
         self.prefilling.remove(row)
-        rows.high[row] = rows.low[row] + 1
-        rows.left[row] = rows.final[row] - rows.high[row]
+        high, capacity = int(rows.low[row]) + 1, int(rows.capacity[row])
+        final = int(rows.final[row])
+        rows.high[row], rows.left[row] = high, final - high
+        rows.due[row] = NEVER if capacity >= final - 1 else capacity - self._lead
         rows.decoding[row] = True
         self._decoding = None
 
@@ -224,17 +228,18 @@ class ExecutorState:
         rows.accept[row] = keep
         if not rows.running[row]:
             return None  # in limbo already
-        rows.running[row] = rows.decoding[row] = False
-        rows.left[row] = 0
-        self._decoding = None
-        self.num_running -= 1
-        if row in self.prefilling:
+        if rows.left[row]:
+            rows.left[row], self._decoding = 0, None
+        elif not rows.decoding[row]:
             self.prefilling.remove(row)
+        rows.running[row] = rows.decoding[row] = False
+        rows.due[row] = NEVER
+        self.num_running -= 1
         self.releases.append(row)
         if rows.last_step[row] > self.last_result:
             self.limbo.append(row)
             return None
-        sequence = self._free(row)
+        sequence = self._free(row, keep)
         return sequence if keep else None
 
     def settle(self) -> list[Sequence]:
@@ -246,16 +251,18 @@ class ExecutorState:
                 still.append(row)
                 continue
             keep = bool(self.rows.accept[row])
-            sequence = self._free(row)
+            sequence = self._free(row, keep)
             if keep:
                 going_on.append(sequence)
         self.limbo = still
         return going_on
 
-    def _free(self, row: int) -> Sequence:
+    def _free(self, row: int, keep: bool) -> Sequence:
+        """`keep`: the sequence goes on, with all its known tokens."""
         sequence = self.rows.seqs[row]
         assert sequence is not None
-        self.rows.flush(row)
+        if keep:
+            self.rows.flush(row)
         self._free_blocks(row, sequence)
         self.rows.clear(row)
         heapq.heappush(self.free_rows, row)
@@ -283,13 +290,16 @@ class ExecutorState:
         """The row's blocks lose a user. What it computed can be found again: behind a registered head as a Tail."""
         table, size = self.rows.tables[row], self.block_size
         first, full = sequence.registered, self.rows.computed(row) // size
-        if self.pool.cache is None or self.rows.tainted[row] or not 0 < first < full:
+        if self.pool.cache is None or self.rows.tainted[row] or full <= first:
+            self.pool.free(table)
+        elif first == 0:
+            self.rows.flush(row)
             self.register(row, full * size)
             self.pool.free(table)
-            return
-        parent = self.hashes(sequence, first)[first - 1]
-        tokens = sequence.view()[first * size : full * size].copy()
-        self.pool.free(table, Tail(parent, tokens, size, table[first:full]), first)
+        else:
+            parent = self.hashes(sequence, first)[first - 1]
+            tokens = self.rows.known(row, first * size, full * size)
+            self.pool.free(table, Tail(parent, tokens, size, table[first:full]), first)
 
     def register(self, row: int, computed: int) -> None:
         """Enters the full blocks of the row's first `computed` positions into the prefix cache."""

@@ -61,7 +61,9 @@ def find_head(executor: ExecutorState, sequence: Sequence) -> Head:
     if sequence.wants_prompt_logprobs:
         usable = min(usable, sequence.next_prompt_logprob - 1)
     count = usable // executor.block_size
-    blocks = executor.pool.match(executor.hashes(sequence, count), count)
+    # Of all full blocks, for the last one will be registered too.
+    hashes = executor.hashes(sequence, sequence.length // executor.block_size)
+    blocks = executor.pool.match(hashes, count)
     return Head(blocks, len(blocks) * executor.block_size)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.row_set import RowSet
-from scheduler_svc.core.rows import RECENT, Rows
+from scheduler_svc.core.rows import NEVER, RECENT, Rows
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SUSPECT_DEATHS, Sequence, SequenceState
 from scheduler_svc.core.tenants import MAX_TOLD
@@ -49,6 +49,7 @@ def _check_rows(executor: ExecutorState) -> None:
         assert rows.computed(row) < rows.low[row]
         assert rows.high[row] - 1 <= rows.capacity[row] == len(rows.tables[row]) * executor.block_size
         assert rows.left[row] == (rows.final[row] - rows.high[row] if rows.decoding[row] else 0)
+        assert (rows.due[row] == NEVER) >= (not rows.decoding[row] or rows.capacity[row] >= rows.final[row] - 1)
         assert (row in executor.prefilling) != bool(rows.decoding[row]), "a row is in both phases, or in none"
     assert sum(_is_tried(executor, row) for row in running) <= 1, "more than one suspect is on trial"
     flights = [flight.step_id for flight in executor.flights]
@@ -67,9 +68,7 @@ def _check_kept(executor: ExecutorState) -> None:
         _check_row_set(rows, kept)
         assert kept.index.tolist() == np.flatnonzero(rows.left > 0).tolist(), "the kept set is not who decodes"
         if len(kept):
-            assert executor.quiet_steps <= (rows.due[kept.index] - rows.high[kept.index]).min(), (
-                "a block is due earlier"
-            )
+            assert executor.quiet_steps <= (rows.due - rows.high).min(), "a block is due earlier"
             assert executor.quiet_steps < rows.left[kept.index].min(), "a row ends earlier"
     assert rows.room > 0 and rows.recent_len.max(initial=0) + rows.room <= RECENT, "recent tokens may run over"
     length = rows.low.copy()

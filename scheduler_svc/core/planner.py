@@ -84,7 +84,7 @@ class Planner:
     def _with_blocks(self, draft: Draft, ready: RowSet) -> RowSet:
         """`ready`, without who has to sit out or was preempted for a block."""
         executor, rows = draft.executor, draft.executor.rows
-        due = ready.index[rows.high[ready.index] >= rows.due[ready.index]]
+        due = (rows.high >= rows.due).nonzero()[0]
         if len(due):
             self._grant(draft, due)
         if draft.blocks_owed:
@@ -241,6 +241,8 @@ class Planner:
         executor = draft.executor
         if draft.blocks_owed:
             return  # the next free blocks belong to rows that sit out
+        if not self._can_admit(executor):
+            return
         parked = executor.first_parked_rank()
         while draft.tokens > 0 and self._can_admit(executor):
             sequence = self.turns.next(executor)

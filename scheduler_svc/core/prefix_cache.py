@@ -15,7 +15,7 @@ from functools import lru_cache
 from common.messages import U32
 
 _SIZE = 32
-_PARENT = b"p" + _SIZE.to_bytes(8, "little")
+_BLOCK_OF_PARENT = b"B" + b"p" + _SIZE.to_bytes(8, "little")
 
 
 def _field(tag: bytes, data: bytes) -> bytes:
@@ -32,10 +32,10 @@ def _chain(parent: bytes, tokens: U32, block_size: int) -> list[bytes]:
     """Hashes of the blocks that follow `parent`; `tokens` fill them."""
     size = 4 * block_size
     data = tokens.astype("<u4", copy=False).tobytes()
-    before, between = b"B" + _PARENT, b"t" + size.to_bytes(8, "little")
+    between, blake2b = b"t" + size.to_bytes(8, "little"), hashlib.blake2b
     hashes = []
     for at in range(0, len(data), size):
-        parent = hashlib.blake2b(before + parent + between + data[at : at + size], digest_size=_SIZE).digest()
+        parent = blake2b(_BLOCK_OF_PARENT + parent + between + data[at : at + size], digest_size=_SIZE).digest()
         hashes.append(parent)
     return hashes
 

@@ -10,7 +10,7 @@ from common.messages import U32, Output, OutputKind, RowError, StepResult
 from scheduler_svc.core.executor_state import ExecutorState, Flight
 from scheduler_svc.core.forks import forks_of
 from scheduler_svc.core.row_set import SEVERAL, U8, U64, RowSet
-from scheduler_svc.core.rows import I64, Rows
+from scheduler_svc.core.rows import I64, Bools, Rows
 from scheduler_svc.messages import WORKER_SHIFT, Extras, FinishReason, TokenBatch, TopTokens
 
 
@@ -32,17 +32,12 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
 
     Raises ProtocolError, with nothing changed, when the executor broke the protocol.
     """
-    flight = _checked(executor, result)
+    flight, is_eos = _checked(executor, result)
     rows = executor.rows
     executor.flights.popleft()
     executor.last_result = flight.step_id
     executor.steps += 1
-    errors = tuple(e for e in result.row_errors if rows.admission[e.row] == e.admission_id)
-    errors += tuple(
-        replace(error, row=row, admission_id=int(rows.admission[row]))
-        for error in errors
-        for row in forks_of(executor, error, flight.step_id)
-    )
+    errors = _row_errors(executor, result, flight.step_id) if result.row_errors else ()
     for error in errors:
         rows.tainted[error.row] = True
     for row, end in flight.prefills:
@@ -53,19 +48,36 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
         index = result.emitted_rows.astype(np.int64)
         accepted = rows.accept[index]
         if len(tokens) < len(sampled) or not accepted.all():
-            sampled, tokens = RowSet.of(rows, index[accepted]), tokens[accepted]
-    reasons, ended = _append(executor, sampled, tokens, flight.has_last_token)
+            sampled, tokens, is_eos = RowSet.of(rows, index[accepted]), tokens[accepted], is_eos[accepted]
+            tokens.setflags(write=False)
+    sampled.append(tokens)
+    reasons, ended = _endings(executor, sampled, tokens, is_eos, flight.has_last_token)
     return Collected(flight, sampled, tokens, reasons, ended, tuple(e for e in errors if rows.accept[e.row]))
 
 
-def _checked(executor: ExecutorState, result: StepResult) -> Flight:
+def _row_errors(executor: ExecutorState, result: StepResult, step_id: int) -> tuple[RowError, ...]:
+    """Those that are about rows' present occupants, and the same for forks of them."""
+    admission = executor.rows.admission
+    errors = tuple(e for e in result.row_errors if admission[e.row] == e.admission_id)
+    return errors + tuple(
+        replace(error, row=row, admission_id=int(admission[row]))
+        for error in errors
+        for row in forks_of(executor, error, step_id)
+    )
+
+
+def _checked(executor: ExecutorState, result: StepResult) -> tuple[Flight, Bools]:
+    """The flight that `result` answers, and which of its tokens are EOS."""
     if not executor.flights or result.epoch != executor.epoch or result.step_id != executor.flights[0].step_id:
         raise ProtocolError(f"step_result: step {result.step_id} of epoch {result.epoch} is not the one awaited")
     flight, rows = executor.flights[0], executor.rows
     if len(result.tokens) != len(result.emitted_rows):
         raise ProtocolError("step_result: more than one token for a row without drafts", field="tokens")
-    if len(result.tokens) and int(np.maximum.reduce(result.tokens)) >= len(executor.is_eos):
-        raise ProtocolError(f"step_result: token {int(result.tokens.max())} is outside the vocabulary", field="tokens")
+    try:
+        is_eos: Bools = executor.is_eos.take(result.tokens)
+    except IndexError:
+        text = f"step_result: token {int(result.tokens.max())} is outside the vocabulary"
+        raise ProtocolError(text, field="tokens") from None
     if len(result.counts) and (result.counts != 1).any():
         raise ProtocolError("step_result: not one token for each row, without drafts", field="counts")
     if result.row_errors:
@@ -80,7 +92,7 @@ def _checked(executor: ExecutorState, result: StepResult) -> Flight:
                 f"step_result: rows {silent} are silent and rows {sorted(emitted - asked)} emit unasked",
                 field="emitted",
             )
-    return flight
+    return flight, is_eos
 
 
 def _check_row_errors(rows: Rows, result: StepResult) -> None:
@@ -92,25 +104,31 @@ def _check_row_errors(rows: Rows, result: StepResult) -> None:
         raise ProtocolError("step_result: a row fails twice, or fails and emits", field="row_errors")
 
 
-def _append(executor: ExecutorState, sampled: RowSet, tokens: U32, has_last_token: bool) -> tuple[U8, list[int]]:
-    """Books one token for each row and tells which sequences it ends: reasons, and the entries that have one."""
-    rows, batch = executor.rows, sampled.batch()
-    sampled.append(tokens)
-    index, may_end = sampled.index, executor.is_eos.take(tokens)
-    if np.count_nonzero(may_end):
-        may_end &= ~rows.ignore_eos[index]
+def _endings(
+    executor: ExecutorState, sampled: RowSet, tokens: U32, is_eos: Bools, has_last_token: bool
+) -> tuple[U8, list[int]]:
+    """Which sequences end with these tokens, their newest: reasons, and the entries that have one. Only those are
+    looked at that a comparison of whole columns finds."""
+    rows, index, may_end = executor.rows, sampled.index, is_eos
+    has_eos = bool(np.count_nonzero(is_eos))
+    if not (has_last_token or has_eos or rows.num_with_stops):
+        return sampled.batch().no_reasons, []
+    if has_eos:
+        may_end = is_eos & ~rows.ignore_eos[index]
     if rows.num_with_stops:
-        may_end |= (rows.stops[index] == tokens[:, None]).any(axis=1)
+        may_end = may_end | (rows.stops[index] == tokens[:, None]).any(axis=1)
     if has_last_token:
-        may_end |= (rows.low >= rows.final).take(index)
-    found = {entry: _end_reason(executor, int(index[entry]), int(tokens[entry])) for entry in may_end.nonzero()[0]}
-    ended = [int(entry) for entry, reason in found.items() if reason]
-    if not ended:
-        return batch.no_reasons, []
+        may_end = may_end | (rows.low >= rows.final).take(index)
+    entries = may_end.nonzero()[0]
+    found = zip(entries.tolist(), index[entries].tolist(), tokens[entries].tolist(), strict=True)
+    reason_of = {entry: reason for entry, row, token in found if (reason := _end_reason(executor, row, token))}
+    if not reason_of:
+        return sampled.batch().no_reasons, []
     reasons: U8 = np.zeros(len(index), dtype=np.uint8)
-    reasons[ended] = [found[entry] for entry in ended]
+    for entry, reason in reason_of.items():
+        reasons[entry] = reason
     reasons.setflags(write=False)
-    return reasons, ended
+    return reasons, list(reason_of)
 
 
 def _end_reason(executor: ExecutorState, row: int, token: int) -> int:
@@ -140,10 +158,10 @@ def batches(executor: ExecutorState, collected: Collected, result: StepResult) -
             counts = np.concatenate([counts, np.zeros(len(silent), dtype=np.uint32)])
             reasons = np.concatenate([reasons, np.zeros(len(silent), dtype=np.uint8)])
             worker = SEVERAL
+    if worker != SEVERAL:
+        return {worker: TokenBatch(keys, counts, tokens, reasons, cached, extras)}
     if not len(keys):
         return {}
-    if worker != SEVERAL:
-        return {worker: _batch(keys, counts, tokens, reasons, cached, extras)}
     workers = keys >> np.uint64(WORKER_SHIFT)
     found: dict[int, TokenBatch] = {}
     for worker in np.unique(workers).tolist():

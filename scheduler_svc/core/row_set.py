@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.messages import U32
-from scheduler_svc.core.rows import I64, RECENT, Bools, Rows
+from scheduler_svc.core.rows import I64, Bools, Rows
 from scheduler_svc.messages import WORKER_SHIFT
 
 U8 = NDArray[np.uint8]
@@ -76,8 +76,8 @@ class RowSet:
     def append(self, tokens: U32) -> None:
         """Books one known token for each row."""
         rows = self.rows
-        rows.recent.reshape(-1)[self.index * RECENT + rows.recent_len[self.index]] = tokens
-        rows.recent_len += self.advance
+        rows.recent[rows.recent_end[self.index]] = tokens
+        rows.recent_end += self.advance
         rows.low += self.advance
         rows.room -= 1
         if not rows.room:

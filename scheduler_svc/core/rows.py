@@ -23,12 +23,12 @@ class Rows:
     admission: 0 for a free row. running: neither free nor in limbo. accept: tokens that arrive count (false once the
     sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
     protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
-    it ends, for end_reason; left: final - high while decoding, else 0; tables: its blocks in order; capacity: token slots they cover;
-    due: the `high` from which it needs another block. prefilled: known
-    computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader whose prompt its
-    table began with, 0: none. last_step: the last step naming the row.
-    recent[row, :recent_len[row]]: known tokens the Sequence has not got yet; no row's are full before `room` more
-    steps.
+    it ends, for end_reason; left: final - high while decoding, else 0; tables: its blocks in order; capacity: token
+    slots they cover; due: the `high` from which it needs another block, NEVER while it does not decode. prefilled:
+    known computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader whose
+    prompt its table began with, 0: none. last_step: the last step naming the row.
+    recent: known tokens the Sequences have not got yet, RECENT places for each row; the row's next one goes to
+    recent_end. No row's places are full before `room` more steps.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -42,7 +42,8 @@ class Rows:
         self.keys = np.zeros(num_rows, dtype=np.uint64)
         self.admission, self.rank, self.last_step = ints(), ints(), ints()
         self.low, self.high, self.final = ints(), ints(), ints()
-        self.left, self.due = ints(), ints()
+        self.left: I64 = ints()
+        self.due: I64 = np.full(num_rows, NEVER, dtype=np.int64)
         self.capacity, self.prefilled = ints(), ints()
         self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
         self.protected, self.ignore_eos, self.has_stops, self.raw_logits = bools(), bools(), bools(), bools()
@@ -50,8 +51,9 @@ class Rows:
         self.cached: U32 = np.zeros(num_rows, dtype=np.uint32)
         self.tables: list[list[int]] = [[] for _ in range(num_rows)]
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
-        self.recent: U32 = np.zeros((num_rows, RECENT), dtype=np.uint32)
-        self.recent_len = ints()
+        self.recent: U32 = np.zeros(num_rows * RECENT, dtype=np.uint32)
+        self._recent_start: I64 = np.arange(num_rows, dtype=np.int64) * RECENT
+        self.recent_end = self._recent_start.copy()
         self.room = RECENT - _MAX_FLUSHES
         self.tenant, self.forked_from = ints(), ints()
         self.num_with_stops = self.num_with_raw = 0
@@ -96,19 +98,34 @@ class Rows:
         low = int(self.low[row])
         return low - 1 if low > sequence.admitted_len else int(self.prefilled[row])
 
+    @property
+    def recent_len(self) -> I64:
+        """Tokens in `recent`."""
+        return self.recent_end - self._recent_start
+
     def flush(self, row: int) -> None:
-        """Moves the known tokens of `recent` into the Sequence."""
-        sequence, count = self.seqs[row], int(self.recent_len[row])
+        """Moves the row's tokens of `recent` into the Sequence."""
+        sequence, start, end = self.seqs[row], row * RECENT, int(self.recent_end[row])
         assert sequence is not None
-        if count:
-            sequence.append(self.recent[row, :count])
-            self.recent_len[row] = 0
+        if end > start:
+            sequence.append(self.recent[start:end])
+            self.recent_end[row] = start
+
+    def known(self, row: int, start: int, end: int) -> U32:
+        """A copy of the occupant's known tokens [start, end); those before `start` are in the Sequence."""
+        sequence = self.seqs[row]
+        assert sequence is not None
+        own = sequence.view()
+        if end <= len(own):
+            return own[start:end].copy()
+        at = row * RECENT
+        return np.concatenate((own[start:], self.recent[at : at + end - len(own)]))
 
     def make_room(self) -> None:
         """Flushes the rows that hold most, a few at a time: rows admitted together fill together. Called when `room`
         is used up, this leaves some."""
         for row in np.argsort(self.recent_len)[-max(_FLUSHED_AT_ONCE, len(self) // _MAX_FLUSHES) :].tolist():
-            if self.recent_len[row]:
+            if self.seqs[row] is not None:
                 self.flush(row)
         self.room = max(1, RECENT - _MAX_FLUSHES - int(self.recent_len.max()))
 
@@ -124,5 +141,5 @@ class Rows:
         self.seqs[row] = None
         self.tables[row] = []
         self.admission[row] = self.keys[row] = self.final[row] = self.left[row] = 0
-        self.forked_from[row] = self.recent_len[row] = 0
+        self.forked_from[row], self.recent_end[row] = 0, row * RECENT
         self.running[row] = self.accept[row] = self.tainted[row] = self.decoding[row] = self.protected[row] = False

@@ -312,7 +312,8 @@ class Scheduler:
             if sequence.state != SequenceState.ENDED:
                 error = SequenceFailed(f"{row_error.code.name}: {row_error.text}")
                 endings += self._end(sequence, None, error)
-        self._requeue(executor.settle())
+        if executor.limbo:
+            self._requeue(executor.settle())
         if 0 < self._expiry.next_ns <= now_ns:
             endings.extend(self.expire(now_ns))
         return StepOutcome(found, tuple(endings), collected.flight.record)

@@ -124,7 +124,9 @@ class Sequence:
         self._length = end
 
     def tokens(self, start: int = 0, end: int | None = None) -> U32:
-        """A read-only copy of known tokens, safe to hand over."""
+        """Known tokens, read-only and safe to hand over: the prompt itself, or a copy."""
+        if start == 0 and end == self.prompt_len and self._tokens is self.request.prompt:
+            return self._tokens
         return u32(self._tokens[start : self._length if end is None else end].copy())
 
     def view(self) -> U32:

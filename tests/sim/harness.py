@@ -4,8 +4,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from common.clock import ManualClock
 from common.errors import StepwireError
 from common.messages import ExecutorInfo, Hello, PlanError, Sampling, StepPlan, StepResult, Welcome, u32
