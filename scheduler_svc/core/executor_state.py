@@ -71,14 +71,14 @@ class ExecutorState:
         self.itl: ItlController | None = None
         self._layout: tuple[int, int] | None = None
         self.pool = BlockPool(0, False)
-        self._start(0)
+        self._start(0, 0)
         self.block_size = 1
         self.depth = self.max_num_seqs = self.max_tokens = self.max_output_bytes = self.context = 0
         self.max_wire_bytes = 0
         self.is_eos: Bools = np.zeros(0, dtype=np.bool_)  # [vocab_size]
 
-    def _start(self, num_rows: int) -> None:
-        self.rows = Rows(num_rows)
+    def _start(self, num_rows: int, max_blocks: int) -> None:
+        self.rows = Rows(num_rows, max_blocks)
         self.free_rows = list(range(num_rows))
         self.flights: deque[Flight] = deque()
         self.limbo: list[int] = []
@@ -105,7 +105,7 @@ class ExecutorState:
         if not kept:
             self.pool = BlockPool(info.num_blocks, config.enable_prefix_cache)
         self._layout, self.incarnation, self.info = layout, welcome.incarnation, info
-        self._start(info.num_rows)
+        self._start(info.num_rows, info.max_blocks_per_row)
         self.block_size = info.block_size
         self.depth = max(1, min(config.pipeline_depth, welcome.pipeline_depth))
         self.max_tokens = min(info.max_tokens_per_step, config.max_num_batched_tokens or info.max_tokens_per_step)
@@ -133,7 +133,7 @@ class ExecutorState:
                 self._free(row, keep)
                 if keep:
                     going_on.append(sequence)
-        self._start(0)
+        self._start(0, 0)
         return going_on
 
     # --------------------------------------------------------------------------------------------------------- rows
@@ -160,10 +160,12 @@ class ExecutorState:
         sequence.planned = computed
         sequence.prefilled_step = 0
         sequence.sent = 0
-        sequence.registered = len(shared)
-        rows.tables[row] = [*shared, *self.pool.allocate(fresh)]
-        capacity = len(rows.tables[row]) * self.block_size
-        rows.capacity[row] = capacity
+        num_shared, num_blocks = len(shared), len(shared) + fresh
+        sequence.registered = sequence.num_known = num_shared
+        if num_shared:
+            rows.table[row, :num_shared] = shared
+        rows.table[row, num_shared:num_blocks] = self.pool.allocate(fresh)
+        rows.table_len[row], rows.capacity[row] = num_blocks, num_blocks * self.block_size
         self.prefilling.append(row)
         self.num_running += 1
         return row
@@ -171,14 +173,12 @@ class ExecutorState:
     def grant(self, grown: I64) -> tuple[U32, U32, U32]:
         """One new block at the end of the table of each row of `grown`; there must be enough. Returns the grants as
         columns: row, table index, block."""
-        rows, size = self.rows, self.block_size
+        rows = self.rows
         blocks = self.pool.allocate(len(grown))
-        tables = rows.tables
-        for row, block in zip(grown.tolist(), blocks, strict=True):
-            tables[row].append(block)
-        capacity = rows.capacity[grown]
-        index = capacity // size
-        capacity += size
+        index = rows.table_len[grown]
+        rows.table[grown, index] = blocks
+        rows.table_len[grown] = index + 1
+        capacity = rows.capacity[grown] + self.block_size
         rows.capacity[grown] = capacity
         due = capacity - self._lead
         due[capacity >= rows.final[grown] - 1] = NEVER
@@ -288,18 +288,18 @@ class ExecutorState:
 
     def _free_blocks(self, row: int, sequence: Sequence) -> None:
         """The row's blocks lose a user. What it computed can be found again: behind a registered head as a Tail."""
-        table, size = self.rows.tables[row], self.block_size
+        table, size = self.rows.blocks(row), self.block_size
         first, full = sequence.registered, self.rows.computed(row) // size
+        tail = None
         if self.pool.cache is None or self.rows.tainted[row] or full <= first:
-            self.pool.free(table)
+            pass
         elif first == 0:
             self.rows.flush(row)
             self.register(row, full * size)
-            self.pool.free(table)
         else:
             parent = self.hashes(sequence, first)[first - 1]
-            tokens = self.rows.known(row, first * size, full * size)
-            self.pool.free(table, Tail(parent, tokens, size, table[first:full]), first)
+            tail = Tail(parent, self.rows.known(row, first * size, full * size), size, table[first:full].copy())
+        self.pool.free(table, sequence.num_known, tail)
 
     def register(self, row: int, computed: int) -> None:
         """Enters the full blocks of the row's first `computed` positions into the prefix cache."""
@@ -309,8 +309,9 @@ class ExecutorState:
         if cache is None or self.rows.tainted[row] or full <= sequence.registered:
             return
         first = sequence.registered
-        cache.register(self.hashes(sequence, full)[first:full], self.rows.tables[row][first:full])
+        cache.register(self.hashes(sequence, full)[first:full], self.rows.table[row, first:full].tolist())
         sequence.registered = full
+        sequence.num_known = max(sequence.num_known, full)
 
     def reset_cache(self) -> tuple[int, int]:
         """See BlockPool.reset_cache. What rows hold now, whole or in part, never enters the prefix cache again: not
@@ -333,7 +334,7 @@ class ExecutorState:
     @property
     def num_limbo_blocks(self) -> int:
         """Blocks that become available once the results in flight have arrived."""
-        return self.pool.num_freed_by(self.rows.tables[row] for row in self.limbo)
+        return self.pool.num_freed_by(self.rows.blocks(row) for row in self.limbo)
 
     @property
     def kept_decoding(self) -> RowSet | None:

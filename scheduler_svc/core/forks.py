@@ -52,9 +52,9 @@ def find_head(executor: ExecutorState, sequence: Sequence) -> Head:
         assert sequence.leader is not None
         row, computed = sequence.leader.row, sequence.prompt_len - 1
         num_shared = computed // executor.block_size
-        table = executor.rows.tables[row]
-        copied = table[num_shared] if computed % executor.block_size else -1
-        return Head(table[:num_shared], computed, row, copied)
+        table = executor.rows.blocks(row)
+        copied = int(table[num_shared]) if computed % executor.block_size else -1
+        return Head(table[:num_shared].tolist(), computed, row, copied)
     if executor.pool.cache is None:
         return Head([], 0)
     usable = sequence.length - 1

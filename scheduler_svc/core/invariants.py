@@ -1,5 +1,7 @@
 """What must hold between any two calls of the core. For simulation and tests: it walks over everything."""
 
+from collections import Counter
+
 import numpy as np
 
 from scheduler_svc.core.executor_state import ExecutorState
@@ -47,7 +49,7 @@ def _check_rows(executor: ExecutorState) -> None:
         assert sequence.length + int(rows.recent_len[row]) == rows.low[row] <= rows.high[row] <= rows.final[row]
         assert 0 <= rows.computed(row) <= sequence.planned or rows.decoding[row]
         assert rows.computed(row) < rows.low[row]
-        assert rows.high[row] - 1 <= rows.capacity[row] == len(rows.tables[row]) * executor.block_size
+        assert rows.high[row] - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
         assert rows.left[row] == (rows.final[row] - rows.high[row] if rows.decoding[row] else 0)
         assert (rows.due[row] == NEVER) >= (not rows.decoding[row] or rows.capacity[row] >= rows.final[row] - 1)
         assert (row in executor.prefilling) != bool(rows.decoding[row]), "a row is in both phases, or in none"
@@ -109,8 +111,8 @@ def _check_writes(executor: ExecutorState) -> None:
         sequence = rows.seqs[row]
         assert sequence is not None
         start = int(rows.high[row]) - 1 if rows.decoding[row] else sequence.planned
-        own = rows.tables[row][start // size :]
-        assert all(pool.refs[block] == 1 for block in own), f"row {row} will write a block that others read"
+        own = rows.blocks(row)[start // size :].tolist()
+        assert all(pool.num_users(block) == 1 for block in own), f"row {row} will write a block that others read"
         assert pool.cache is None or not any(pool.cache.holds(block) for block in own)
 
 
@@ -122,31 +124,33 @@ def _is_tried(executor: ExecutorState, row: int) -> bool:
 
 def _check_copies(executor: ExecutorState) -> None:
     """What a step in flight copies from and to has users, if only rows in limbo."""
+    rows = executor.rows
+    used = {block for row in range(len(rows)) for block in rows.blocks(row).tolist()}
     for flight in executor.flights:
-        plan, refs = flight.record.plan, executor.pool.refs
-        assert all(refs[block] for block in plan.copy_sources), "a block is free that a step in flight copies from"
-        assert all(refs[block] for block in plan.copy_targets), "a block is free that a step in flight copies to"
+        plan = flight.record.plan
+        assert used.issuperset(plan.copy_sources.tolist()), "a block is free that a step in flight copies from"
+        assert used.issuperset(plan.copy_targets.tolist()), "a block is free that a step in flight copies to"
 
 
 def _check_blocks(executor: ExecutorState) -> None:
     pool, rows = executor.pool, executor.rows
-    users, stay = [0] * pool.num_blocks, [0] * pool.num_blocks
+    users: Counter[int] = Counter()
+    running: Counter[int] = Counter()
     for row, sequence in enumerate(rows.seqs):
-        if sequence is not None:
-            table = rows.tables[row]
-            assert len(set(table)) == len(table), f"row {row} has a block twice"
-            for block in table:
-                users[block] += 1
-                stay[block] += bool(rows.running[row])
-        else:
-            assert not rows.tables[row], f"row {row} is free and has blocks"
-    assert users == pool.refs, "a block's reference count is not the number of its users"
-    in_limbo = sum(of_all > 0 == of_running for of_all, of_running in zip(users, stay, strict=True))
-    assert in_limbo == executor.num_limbo_blocks, "blocks in limbo are miscounted"
+        table = rows.blocks(row).tolist()
+        assert sequence is not None or not table, f"row {row} is free and has blocks"
+        assert len(set(table)) == len(table), f"row {row} has a block twice"
+        users.update(table)
+        running.update(table if rows.running[row] else ())
+        for block in table[sequence.num_known :] if sequence is not None else ():
+            assert pool.num_users(block) == 1, f"row {row} shares a block it takes for its own"
+            assert pool.cache is None or not pool.cache.holds(block), f"row {row} offers a block it takes for its own"
+    assert all(pool.num_users(block) == count for block, count in users.items()), "a block's users are miscounted"
+    assert users.keys() >= set(pool.shared_blocks()), "a block without users is counted as shared"
+    assert sum(block not in running for block in users) == executor.num_limbo_blocks, "blocks in limbo are miscounted"
     free = pool.free_blocks()
     idle = pool.cache.idle_blocks() if pool.cache is not None else ()
-    used = [block for block, count in enumerate(pool.refs) if count]
-    assert sorted([*free, *idle, *used]) == list(range(pool.num_blocks)), "blocks are lost or counted twice"
+    assert sorted([*free, *idle, *users]) == list(range(pool.num_blocks)), "blocks are lost or counted twice"
     assert pool.available == len(free) + len(idle)
     if pool.cache is not None:
         tails = [block for tail in pool.cache.tails() for block in tail.blocks]

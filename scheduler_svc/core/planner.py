@@ -303,10 +303,11 @@ class Planner:
         assert leader is not None
         sequence.hashes, sequence.hash_block_size = leader.hashes[: len(head.blocks)], leader.hash_block_size
         rows.last_step[head.leader] = draft.step_id
+        leader.num_known = max(leader.num_known, len(head.blocks))
         rows.forked_from[row] = rows.admission[head.leader]
         rows.tainted[row] = rows.tainted[head.leader]  # what the cache must not offer of the one, nor of the other
         if head.copied >= 0:
-            draft.copies.append((head.copied, rows.tables[row][len(head.blocks)]))
+            draft.copies.append((head.copied, int(rows.table[row, len(head.blocks)])))
 
     def _release_followers(self, draft: Draft) -> None:
         """Who waited for a prompt that this plan completes may enter from the next plan on, and fork."""
@@ -336,6 +337,6 @@ class Planner:
             length=sequence.length,
             prompt_len=sequence.prompt_len,
             computed_len=sequence.planned,
-            blocks=u32(rows.tables[row]),
+            blocks=u32(rows.blocks(row).copy()),
             sampling=sequence.sampling(int(rows.final[row]) - sequence.prompt_len),
         )

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from common.messages import U32
 
 _SIZE = 32
@@ -63,7 +65,12 @@ class Tail:
     parent: bytes
     tokens: U32
     block_size: int
-    blocks: list[int]
+    blocks: U32
+
+    @property
+    def first(self) -> int:
+        """Its first block, the last to be evicted."""
+        return int(self.blocks[0])
 
 
 class PrefixCache:
@@ -92,9 +99,15 @@ class PrefixCache:
         """`block` is registered."""
         return block in self._hash_of
 
+    def is_idle(self, block: int) -> bool:
+        """`block` is registered and has no user."""
+        return block in self._idle and block in self._hash_of
+
     def idle_blocks(self) -> tuple[int, ...]:
         """Next to be evicted first."""
-        return tuple(b for block, tail in self._idle.items() for b in (tail.blocks[::-1] if tail else (block,)))
+        return tuple(
+            b for block, tail in self._idle.items() for b in (tail.blocks[::-1].tolist() if tail else (block,))
+        )
 
     def tails(self) -> tuple[Tail, ...]:
         """For reading."""
@@ -131,7 +144,7 @@ class PrefixCache:
     def add_tail(self, tail: Tail) -> None:
         """Its blocks lost their only user; they become the most recently used, the first of them most."""
         self._tails.setdefault(tail.parent, []).append(tail)
-        self._idle[tail.blocks[0]] = tail
+        self._idle[tail.first] = tail
         self._num_tail_blocks += len(tail.blocks)
         self.num_idle += len(tail.blocks)
         self.version += 1
@@ -139,13 +152,12 @@ class PrefixCache:
     def _register_tails(self, parent: bytes) -> None:
         """They are asked for, so they become the most recently used."""
         for tail in self._tails.pop(parent):
-            del self._idle[tail.blocks[0]]
-            self._num_tail_blocks -= len(tail.blocks)
-            self.num_idle -= len(tail.blocks)
-            self.register(
-                _chain(parent, tail.tokens[: len(tail.blocks) * tail.block_size], tail.block_size), tail.blocks
-            )
-            self._spare += self.set_idle(tail.blocks[::-1])
+            blocks: list[int] = tail.blocks.tolist()
+            del self._idle[tail.first]
+            self._num_tail_blocks -= len(blocks)
+            self.num_idle -= len(blocks)
+            self.register(_chain(parent, tail.tokens[: len(blocks) * tail.block_size], tail.block_size), blocks)
+            self._spare += self.set_idle(blocks[::-1])
 
     def clear(self) -> list[int]:
         """Forgets everything. Returns the blocks that were idle, which nobody has now."""
@@ -173,27 +185,32 @@ class PrefixCache:
         del self._idle[block]
         self.num_idle -= 1
 
-    def evict(self, count: int) -> list[int]:
-        """Forgets the `count` least recently used idle blocks and returns them. There must be so many."""
-        blocks: list[int] = []
-        while len(blocks) < count:
+    def evict(self, count: int) -> list[U32]:
+        """Forgets the `count` least recently used idle blocks and returns them, in pieces. There must be so many."""
+        self.num_idle -= count
+        pieces: list[U32] = []
+        single: list[int] = []
+        while count:
             block, tail = self._idle.popitem(last=False)
             if tail is None:
                 del self._block_of[self._hash_of.pop(block)]
-                blocks.append(block)
+                single.append(block)
+                count -= 1
             else:
-                blocks += self._cut(tail, count - len(blocks))
-        self.num_idle -= count
-        return blocks
+                pieces.append(self._cut(tail, count))
+                count -= len(pieces[-1])
+        if single:
+            pieces.append(np.array(single, dtype=np.uint32))
+        return pieces
 
-    def _cut(self, tail: Tail, most: int) -> list[int]:
+    def _cut(self, tail: Tail, most: int) -> U32:
         """Takes blocks off the end of a tail; what is left of it stays next."""
         cut = tail.blocks[-most:][::-1]
-        del tail.blocks[-most:]
+        tail.blocks = tail.blocks[:-most]
         self._num_tail_blocks -= len(cut)
-        if tail.blocks:
-            self._idle[tail.blocks[0]] = tail
-            self._idle.move_to_end(tail.blocks[0], last=False)
+        if len(tail.blocks):
+            self._idle[tail.first] = tail
+            self._idle.move_to_end(tail.first, last=False)
         else:
             siblings = self._tails[tail.parent]
             siblings.remove(tail)

@@ -23,7 +23,7 @@ class Rows:
     admission: 0 for a free row. running: neither free nor in limbo. accept: tokens that arrive count (false once the
     sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
     protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
-    it ends, for end_reason; left: final - high while decoding, else 0; tables: its blocks in order; capacity: token
+    it ends, for end_reason; left: final - high while decoding, else 0; table[row, :table_len]: its blocks; capacity: token
     slots they cover; due: the `high` from which it needs another block, NEVER while it does not decode. prefilled:
     known computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader whose
     prompt its table began with, 0: none. last_step: the last step naming the row.
@@ -31,7 +31,7 @@ class Rows:
     recent_end. No row's places are full before `room` more steps.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
         def ints() -> I64:
             return np.zeros(num_rows, dtype=np.int64)
 
@@ -49,7 +49,8 @@ class Rows:
         self.protected, self.ignore_eos, self.has_stops, self.raw_logits = bools(), bools(), bools(), bools()
         self.end_reason = np.zeros(num_rows, dtype=np.uint8)
         self.cached: U32 = np.zeros(num_rows, dtype=np.uint32)
-        self.tables: list[list[int]] = [[] for _ in range(num_rows)]
+        self.table: U32 = np.zeros((num_rows, max_blocks), dtype=np.uint32)
+        self.table_len = ints()
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
         self.recent: U32 = np.zeros(num_rows * RECENT, dtype=np.uint32)
         self._recent_start: I64 = np.arange(num_rows, dtype=np.int64) * RECENT
@@ -60,6 +61,10 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def blocks(self, row: int) -> U32:
+        """The row's block table: a view."""
+        return self.table[row, : self.table_len[row]]
 
     def occupy(
         self, row: int, sequence: Sequence, admission_id: int, length: int, final: int, end_reason: FinishReason
@@ -139,7 +144,6 @@ class Rows:
             self.raw_logits[row] = False
             self.num_with_raw -= 1
         self.seqs[row] = None
-        self.tables[row] = []
-        self.admission[row] = self.keys[row] = self.final[row] = self.left[row] = 0
+        self.admission[row] = self.table_len[row] = self.keys[row] = self.final[row] = self.left[row] = 0
         self.forked_from[row], self.recent_end[row] = 0, row * RECENT
         self.running[row] = self.accept[row] = self.tainted[row] = self.decoding[row] = self.protected[row] = False

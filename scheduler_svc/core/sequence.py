@@ -45,6 +45,7 @@ class Sequence:
         "hashes",
         "leader",
         "next_prompt_logprob",
+        "num_known",
         "order",
         "plan_errors",
         "planned",
@@ -91,6 +92,7 @@ class Sequence:
         self.prefilled_step = 0  # the step that computes its last known token; 0: not planned yet
         self.sent = 0  # tokens the executor was given
         self.registered = 0  # head blocks of the table that are in the prefix cache or were looked at for it
+        self.num_known = 0  # head blocks of the table that others may use or find; registered or not
 
     @property
     def key(self) -> int:

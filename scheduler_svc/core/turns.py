@@ -69,9 +69,9 @@ def _can_have_room(executor: ExecutorState, sequence: Sequence, limit: int) -> b
     """If everyone behind `limit` went, blocks they share counted as if each had its own."""
     if executor.blocked is None or executor.blocked[0] != sequence.ticket:
         return True
-    rows, pool, size = executor.rows, executor.pool, executor.block_size
+    rows, pool = executor.rows, executor.pool
     behind = rows.running & ~rows.protected & (rows.rank > limit)
-    freed = int(rows.capacity[behind].sum()) // size + int(behind.sum())
+    freed = int(rows.table_len[behind].sum()) + int(behind.sum())
     return executor.blocked[1] + executor.num_running <= pool.available + executor.num_limbo_blocks + freed
 
 

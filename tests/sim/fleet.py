@@ -239,7 +239,7 @@ class Fleet:
         self.scheduler.reset_cache()
         for member in self.members:
             executor = member.executor
-            member.stale = {block for block, count in enumerate(executor.pool.refs) if count}
+            member.stale = {block for row in range(len(executor.rows)) for block in executor.rows.blocks(row).tolist()}
             assert not executor.pool.cache or len(executor.pool.cache) == 0
         self.check()
 

@@ -163,7 +163,7 @@ class Sim:
     def reset_cache(self) -> tuple[int, int]:
         counts = self.scheduler.reset_cache()
         executor = self.executor
-        self.stale = {block for block, count in enumerate(executor.pool.refs) if count}
+        self.stale = {block for row in range(len(executor.rows)) for block in executor.rows.blocks(row).tolist()}
         assert not executor.pool.cache or len(executor.pool.cache) == 0
         self.check()
         return counts

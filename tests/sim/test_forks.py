@@ -48,7 +48,7 @@ def test_the_prompt_is_computed_and_held_once(cache: bool) -> None:
     copies = [(s, t) for r in sim.records for s, t in zip(r.plan.copy_sources, r.plan.copy_targets, strict=True)]
     assert len(copies) == 2 and len({s for s, _ in copies}) == 1
     rows = {s.key: s.row for s in sim.scheduler.live_sequences()}
-    tables = [sim.scheduler.executors[0].rows.tables[rows[key + i]] for i in range(3)]
+    tables = [sim.scheduler.executors[0].rows.blocks(rows[key + i]).tolist() for i in range(3)]
     assert tables[0][:5] == tables[1][:5] == tables[2][:5], "full blocks are shared"
     assert len({table[5] for table in tables}) == 3, "the block that all write on in is not"
     assert {t for _, t in copies} == {tables[1][5], tables[2][5]}

@@ -22,9 +22,11 @@ def _no_limbo_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def vacate(self: ExecutorState, row: int, keep: bool) -> Sequence | None:
         sequence = original(self, row, keep)
-        if row in self.limbo and self.rows.tables[row]:
-            self.pool.free(self.rows.tables[row])
-            self.rows.tables[row] = []
+        if row in self.limbo and self.rows.table_len[row]:
+            gone = self.rows.seqs[row]
+            assert gone is not None
+            self.pool.free(self.rows.blocks(row), gone.num_known)
+            self.rows.table_len[row] = 0
             self.rows.tainted[row] = True
         return sequence
 

@@ -14,6 +14,10 @@ def _hashes(tokens: list[int], block_size: int = 4, salt: bytes = b"", count: in
     return hashes
 
 
+def _evict(cache: PrefixCache, count: int) -> list[int]:
+    return [block for piece in cache.evict(count) for block in piece.tolist()]
+
+
 def test_a_hash_covers_tokens_parents_and_salt() -> None:
     base = _hashes([1, 2, 3, 4, 5, 6, 7, 8])
     assert _hashes([1, 2, 3, 4, 5, 6, 7, 9])[0] == base[0]
@@ -53,7 +57,7 @@ def test_least_recently_used_goes_first() -> None:
     assert cache.set_idle([1, 2, 7, 3]) == [7], "what is not registered is nothing to keep"
     cache.set_used(1)
     assert cache.set_idle([1]) == []
-    assert cache.evict(1) == [2] and cache.evict(2) == [3, 1]
+    assert _evict(cache, 1) == [2] and _evict(cache, 2) == [3, 1]
     assert len(cache) == 0 and cache.match([b"a"], 1) == []
 
 
@@ -87,7 +91,7 @@ def _with_tail(*blocks: int) -> PrefixCache:
     """Blocks 1 and 2 hold the prompt, `blocks` the answer; all idle."""
     cache = PrefixCache()
     cache.register(CHAIN[:2], [1, 2])
-    cache.add_tail(Tail(CHAIN[1], u32(TOKENS[8:]), 4, list(blocks)))
+    cache.add_tail(Tail(CHAIN[1], u32(TOKENS[8:]), 4, u32(blocks)))
     cache.set_idle([2, 1])
     return cache
 
@@ -111,19 +115,19 @@ def test_who_goes_on_otherwise_finds_the_common_head() -> None:
 def test_a_tail_is_evicted_from_its_end_and_the_rest_is_still_found() -> None:
     cache = _with_tail(3, 4, 5, 6)
     assert cache.idle_blocks() == (6, 5, 4, 3, 2, 1)
-    assert cache.evict(2) == [6, 5] and cache.num_idle == len(cache) == 4
+    assert _evict(cache, 2) == [6, 5] and cache.num_idle == len(cache) == 4
     assert cache.match(CHAIN, 6) == [1, 2, 3, 4]
 
 
 def test_an_evicted_tail_leaves_nothing_behind() -> None:
     cache = _with_tail(3, 4)
-    assert cache.evict(3) == [4, 3, 2] and not cache.tails()
+    assert _evict(cache, 3) == [4, 3, 2] and not cache.tails()
     assert cache.num_idle == len(cache) == 1 and cache.idle_blocks() == (1,)
 
 
 def test_of_equal_tails_one_is_kept() -> None:
     cache = _with_tail(3, 4)
-    cache.add_tail(Tail(CHAIN[1], u32(TOKENS[8:]), 4, [7, 8, 9]))
+    cache.add_tail(Tail(CHAIN[1], u32(TOKENS[8:]), 4, u32([7, 8, 9])))
     assert cache.match(CHAIN, 6) == [1, 2, 3, 4, 9]
     assert sorted(cache.take_spare()) == [7, 8] and cache.num_idle == len(cache) == 5
 

@@ -14,7 +14,7 @@ NUM_ROWS = 100
 
 
 def _rows(workers: int = 1) -> Rows:
-    rows = Rows(NUM_ROWS)
+    rows = Rows(NUM_ROWS, 1)
     for row in range(NUM_ROWS):
         key = (row % workers) << WORKER_SHIFT | row
         rows.seqs[row] = Sequence(Submit(key, f"r{row}", u32([row]), Sampling(row, 8), 0), row, row)
