@@ -59,8 +59,8 @@ def pack_bitmap(rows: m.U32) -> bytes:
     for known, data in _packed:
         if known is rows:
             return data
-    bits = np.zeros(int(rows[-1]) + 1, dtype=np.uint8)
-    bits[rows] = 1
+    bits = np.zeros(int(rows[-1]) + 1, dtype=np.bool_)
+    bits[rows.astype(np.intp)] = True
     data = np.packbits(bits, bitorder="little").tobytes()
     if not rows.flags.writeable:
         _packed = ((rows, data), *_packed[: _NUM_REMEMBERED - 1])
@@ -75,7 +75,8 @@ def unpack_bitmap(data: bytes) -> m.U32:
 
 
 def _unpack_bitmap(data: bytes) -> m.U32:
-    return m.u32(np.flatnonzero(np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")))
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little").view(np.bool_)
+    return m.u32(bits.nonzero()[0])
 
 
 _remembered = lru_cache(maxsize=_NUM_REMEMBERED)(_unpack_bitmap)

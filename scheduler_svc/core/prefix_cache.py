@@ -105,9 +105,8 @@ class PrefixCache:
 
     def idle_blocks(self) -> tuple[int, ...]:
         """Next to be evicted first."""
-        return tuple(
-            b for block, tail in self._idle.items() for b in (tail.blocks[::-1].tolist() if tail else (block,))
-        )
+        pieces = (tail.blocks[::-1].tolist() if tail else [block] for block, tail in self._idle.items())
+        return tuple(block for piece in pieces for block in piece)
 
     def tails(self) -> tuple[Tail, ...]:
         """For reading."""
