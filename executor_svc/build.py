@@ -1,6 +1,7 @@
 """Puts a runner together: sizes the cache, settles the numerics, captures or warms up what steady steps use."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from common.errors import ConfigError
 from common.messages import ExecutorInfo
 from executor_svc.attention.layout import AttentionBackend, AttentionShape
 from executor_svc.attention.registry import make_backend
-from executor_svc.buffers import RowState
+from executor_svc.buffers import RowState, StepRings
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.cuda_device import CudaDevice
 from executor_svc.device_step import DeviceStep, Model
@@ -23,6 +24,7 @@ from executor_svc.kv_cache import (
     KvCache,
     KvShape,
     cuda_available,
+    cuda_free,
     host_available,
     plan_num_blocks,
 )
@@ -137,7 +139,7 @@ def build_runner(
     available = host_available() if on_cpu else cuda_available(device.torch_device)
     count = plan_num_blocks(
         shape,
-        available_bytes=available - _activation_bytes(model, max_tokens_per_step, max_num_seqs),
+        available_bytes=available - _activation_bytes(model, max_tokens_per_step, max_num_seqs, on_cuda=not on_cpu),
         share=CPU_SHARE if on_cpu else CUDA_SHARE,
         num_blocks=num_blocks,
         cache_bytes=kv_cache_memory,
@@ -150,12 +152,13 @@ def build_runner(
     graphs = GraphCache(buckets, _graph_contexts(backend, context, on_cpu))
     num_rows = max_num_seqs + LIMBO_ROWS
     state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
-    # What was filled above ran on the default stream, which the others do not wait for.
-    device.synchronize()
     if ops.has_kernels and not on_cpu:
         _settle_products(device, ops, model, say)
-    step = DeviceStep(model, backend, cache, state, graphs, kernels=step_kernels(ops))
-    _warm_up(device, step, graphs, max_num_seqs, say)
+    rings = StepRings(device, pipeline_depth, _staging_bytes(max_tokens_per_step, num_rows), max_num_seqs)
+    step = DeviceStep(model, backend, cache, state, graphs, rings, kernels=step_kernels(ops))
+    # What was filled above ran on the default stream, which the others do not wait for.
+    device.synchronize()
+    _warm_up(device, step, graphs, max_num_seqs, max_tokens_per_step, say)
     info = ExecutorInfo(
         model_id=model_id,
         model_hash=model_hash,
@@ -183,8 +186,7 @@ def build_runner(
         cache=cache,
         state=state,
         graphs=graphs,
-        pipeline_depth=pipeline_depth,
-        staging_bytes=_staging_bytes(max_tokens_per_step, num_rows),
+        rings=rings,
         clock=clock,
     )
 
@@ -210,30 +212,45 @@ def _settle_products(device: Device, ops: FastOps | ExactOps, model: Model, say:
 
 
 def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then every 8 to 64, every 32 to 256, every 64 beyond; at most max_num_seqs, which is one itself."""
-    sizes = {1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, max_num_seqs + 1, 64)}
+    """1, 2, 4, 8, then every 8 to 256, every 16 beyond; at most max_num_seqs, which is one itself."""
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16)}
     return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
 
 
-def _warm_up(device: Device, step: DeviceStep, graphs: GraphCache, max_num_seqs: int, say: Progress) -> None:
-    """Captures every graph, or runs decode steps of padding alone, so that the first real step finds all made."""
+def _warm_up(
+    device: Device, step: DeviceStep, graphs: GraphCache, max_num_seqs: int, max_tokens: int, say: Progress
+) -> None:
+    """Runs steps of padding alone, the largest among them, and captures every graph, so that the first real step finds
+    all made and all memory taken."""
     torch_device = device.torch_device
-
-    def capture() -> None:
-        graphs.capture_all(step.body, torch_device, lambda done, total: say("capturing graphs", done, total))
+    on_cuda = torch_device.type == "cuda"
+    taken: list[tuple[float, int]] = []
 
     def run_padding() -> None:
-        for rows in sorted({1, min(8, max_num_seqs), max_num_seqs}):
-            step.run_padding(rows, mixed=False)
-            if torch_device.type == "cuda":  # where kernels are compiled when they are first used
-                step.run_padding(rows, mixed=True)
+        for rows in sorted({1, min(8, max_num_seqs), max_num_seqs}, reverse=True):
+            for full in (False, True) if on_cuda else (False,):
+                step.run_padding(rows, full=full)
+            if on_cuda:  # where kernels are compiled when they are first used
+                step.run_padding(rows, max(1, max_tokens - rows + 1))
+
+    def capture() -> None:
+        before = (time.perf_counter(), cuda_free(torch_device) if on_cuda else 0)
+        step.prepare_graphs(graphs.row_buckets[-1])
+        graphs.capture_all(
+            step.body, torch_device, step.variants, lambda done, total: say("capturing graphs", done, total)
+        )
+        after = (time.perf_counter(), cuda_free(torch_device) if on_cuda else 0)
+        taken.append((after[0] - before[0], before[1] - after[1]))
 
     say("warming up", 0, 1)
     device.enqueue(Stream.COMPUTE, run_padding)
-    device.enqueue(Stream.COMPUTE, capture)
+    if graphs.row_buckets:
+        device.enqueue(Stream.COMPUTE, capture)
     device.synchronize()
     if device.failure is not None:
         raise ConfigError(f"warm-up failed: {device.failure}", field="device") from device.failure
+    for seconds, size in taken:
+        log.info("%d graphs captured in %.1f s, %.1f MiB", graphs.num_graphs, seconds, size / (1 << 20))
     say("warming up", 1, 1)
 
 
@@ -252,11 +269,13 @@ def _weight_shapes(model: Model) -> set[tuple[int, int]]:
     return {(weight.shape[0], weight.shape[1]) for weight in _weights(model)}
 
 
-def _activation_bytes(model: Model, max_tokens: int, max_num_seqs: int) -> int:
-    """An upper estimate of what one step takes beside weights and cache."""
+def _activation_bytes(model: Model, max_tokens: int, max_num_seqs: int, *, on_cuda: bool) -> int:
+    """An upper estimate of what one step takes beside weights and cache; on a GPU with what rows keep by token, which
+    is made at start there."""
     config = model.config
     width = 8 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_heads * config.head_dim
-    return max_tokens * width * model.dtype.itemsize + 6 * max_num_seqs * config.vocab_size * 4
+    by_token = 10 * (max_num_seqs + LIMBO_ROWS + 1) * config.vocab_size if on_cuda else 0
+    return max_tokens * width * model.dtype.itemsize + 6 * max_num_seqs * config.vocab_size * 4 + by_token
 
 
 def _staging_bytes(max_tokens: int, num_rows: int) -> int:

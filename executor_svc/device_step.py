@@ -1,5 +1,6 @@
 """What a step does on the device. Everything here runs on the COMPUTE stream, in the plans' order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -14,8 +15,8 @@ from executor_svc.attention.layout import (
     RowTables,
     StepLayout,
 )
-from executor_svc.buffers import RowState
-from executor_svc.graph_cache import GraphCache, GraphShape
+from executor_svc.buffers import RowState, StepRings
+from executor_svc.graph_cache import GraphCache, GraphShape, Variant
 from executor_svc.kv_cache import KvCache
 from executor_svc.models.config import ModelConfig
 from executor_svc.rows import RowNeeds
@@ -25,8 +26,9 @@ from executor_svc.step_kernels import StepKernels
 # What OutputSlot's second line says of a row.
 FAILED, FINE, PADDING = 0, 1, 2
 
-# Sampling a captured graph does not contain.
-_BEYOND_GRAPH = RowNeeds.RANDOM | RowNeeds.FILTER | RowNeeds.PENALTIES | RowNeeds.BIAS | RowNeeds.MIN_TOKENS
+# Sampling that takes more than the most likely token.
+_BEYOND_GREEDY = RowNeeds.RANDOM | RowNeeds.FILTER | RowNeeds.PENALTIES | RowNeeds.BIAS | RowNeeds.MIN_TOKENS
+_FULL = SamplePlan(_BEYOND_GREEDY)
 
 # Prompt positions whose logits are made at once.
 _PROMPT_PIECE = 64
@@ -54,26 +56,39 @@ class GreedyModel(Model, Protocol):
         ...
 
 
+@runtime_checkable
+class NarrowModel(Model, Protocol):
+    """A model whose logits can be had as its last product makes them."""
+
+    def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [N, hidden]. Returns [N, vocab] in the model's dtype."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class RowChanges:
     """Staged changes of row state, applied in the order of the fields. None: nothing of the kind. All on the device.
 
-    Admitted rows: rows, length, last_token int64 [n]; ints int64 [n, 2]; floats float32 [n, 6]. Tables: flat places
-    int64 [m] with blocks int32 [m]. Penalties: rows, then places (row * vocab + token) of prompt and output.
+    Rows whose tables are emptied; then places, int64 [m], in RowState.words with what goes there, int32 [m]. Places by
+    row and token are row * vocab + token, int64. Penalties: rows to clear, places of prompt tokens, of output tokens
+    with their counts, int32. Masks: rows to clear, rows confined to the allowed places, places with a bias, float32;
+    rows to clear of stops, places of stops.
     """
 
     admit_rows: torch.Tensor | None = None
-    admit_length: torch.Tensor | None = None
-    admit_last: torch.Tensor | None = None
-    admit_ints: torch.Tensor | None = None
-    admit_floats: torch.Tensor | None = None
-    last_rows: torch.Tensor | None = None
-    last_tokens: torch.Tensor | None = None
-    table_places: torch.Tensor | None = None
-    table_blocks: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    words: torch.Tensor | None = None
     penalty_rows: torch.Tensor | None = None
     prompt_places: torch.Tensor | None = None
     output_places: torch.Tensor | None = None
+    output_counts: torch.Tensor | None = None
+    bias_rows: torch.Tensor | None = None
+    confined_rows: torch.Tensor | None = None
+    allowed_places: torch.Tensor | None = None
+    bias_places: torch.Tensor | None = None
+    bias_values: torch.Tensor | None = None
+    stop_rows: torch.Tensor | None = None
+    stop_places: torch.Tensor | None = None
     clean_blocks: torch.Tensor | None = None
     clean_slots: torch.Tensor | None = None
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
@@ -153,6 +168,7 @@ class DeviceStep:
         cache: KvCache,
         state: RowState,
         graphs: GraphCache,
+        rings: StepRings,
         *,
         kernels: StepKernels | None = None,
     ) -> None:
@@ -162,30 +178,34 @@ class DeviceStep:
         self._cache = cache
         self._state = state
         self._graphs = graphs
+        self._rings = rings
         self._kernels = kernels
+        self._greedy_model = model if isinstance(model, GreedyModel) else None
+        # For the step's own use: kernels read logits in the model's dtype.
+        self._make_logits: Callable[[torch.Tensor], torch.Tensor] = model.logits
+        if kernels is not None and isinstance(model, NarrowModel):
+            self._make_logits = model.narrow_logits
+        # Logits of the last graph that goes no further, [rows of the largest bucket, vocab]; see `prepare_graphs`.
+        self._logits: torch.Tensor | None = None
+        self._first_slot = torch.zeros(1, dtype=torch.int64, device=state.length.device)
         self._block_size = cache.shape.block_size
         self._tables = RowTables(state.block_tables, state.length, cache.shape.block_size)
+
+    @property
+    def has_kernels(self) -> bool:
+        return self._kernels is not None
 
     # ---------------------------------------------------------------------------------------------------- changes
 
     def apply(self, changes: RowChanges) -> None:
         """The scatter at the head of the step."""
         state = self._state
-        rows = changes.admit_rows
-        if rows is not None:
-            assert changes.admit_length is not None and changes.admit_last is not None
-            assert changes.admit_ints is not None and changes.admit_floats is not None
-            state.length.index_copy_(0, rows, changes.admit_length)
-            state.last_token.index_copy_(0, rows, changes.admit_last)
-            state.ints.index_copy_(0, rows, changes.admit_ints)
-            state.floats.index_copy_(0, rows, changes.admit_floats)
-            state.dead.index_fill_(0, rows, False)
-            state.block_tables.index_fill_(0, rows, self._cache.null_block)
-        if changes.last_rows is not None and changes.last_tokens is not None:
-            state.last_token.index_copy_(0, changes.last_rows, changes.last_tokens)
-        if changes.table_places is not None and changes.table_blocks is not None:
-            state.flat_tables.index_copy_(0, changes.table_places, changes.table_blocks)
+        if changes.admit_rows is not None:
+            state.block_tables.index_fill_(0, changes.admit_rows, self._cache.null_block)
+        if changes.places is not None and changes.words is not None:
+            state.words.index_copy_(0, changes.places, changes.words)
         self._apply_penalties(changes)
+        self._apply_masks(changes)
         if changes.clean_blocks is not None:
             self._cache.data.index_fill_(2, changes.clean_blocks, 0.0)
         for sources, targets in changes.copies:
@@ -202,67 +222,125 @@ class DeviceStep:
             in_prompt.index_fill_(0, changes.penalty_rows, False)
         if changes.prompt_places is not None:
             in_prompt.view(-1).index_fill_(0, changes.prompt_places, True)
-        if changes.output_places is not None:
-            ones = torch.ones_like(changes.output_places, dtype=torch.int32)
-            counts.view(-1).index_put_((changes.output_places,), ones, accumulate=True)
+        if changes.output_places is not None and changes.output_counts is not None:
+            counts.view(-1).index_add_(0, changes.output_places, changes.output_counts)
+
+    def _apply_masks(self, changes: RowChanges) -> None:
+        if changes.bias_rows is None and changes.stop_rows is None:
+            return
+        bias, stops = self._state.ensure_masks()
+        if changes.bias_rows is not None:
+            bias.index_fill_(0, changes.bias_rows, 0.0)
+        if changes.confined_rows is not None and changes.allowed_places is not None:
+            bias.index_fill_(0, changes.confined_rows, float("-inf"))
+            bias.view(-1).index_fill_(0, changes.allowed_places, 0.0)
+        if changes.bias_places is not None and changes.bias_values is not None:
+            bias.view(-1).index_add_(0, changes.bias_places, changes.bias_values)
+        if changes.stop_rows is not None:
+            stops.index_fill_(0, changes.stop_rows, False)
+        if changes.stop_places is not None:
+            stops.view(-1).index_fill_(0, changes.stop_places, True)
 
     # -------------------------------------------------------------------------------------------------------- run
 
-    def run(self, inputs: StepInputs, slot: torch.Tensor, shape: GraphShape | None) -> StepOutputs:
-        """Computes the step; writes `slot`, int64 [2, >= B]. `shape`: of the graph to replay; None: eager."""
+    def run(self, inputs: StepInputs, number: int, shape: GraphShape | None) -> StepOutputs:
+        """Computes the step into output slot `number`. `shape`: of the graph to replay; None: eager."""
         if shape is not None:
-            return self._run_graph(inputs, slot, shape)
+            return self._run_graph(inputs, number, shape)
         if inputs.token_at is None:
             rows, hidden, status = self._forward_decode(inputs.rows, inputs.context)
-            return self._finish(inputs, slot, rows, hidden, hidden, status)
+            return self._finish(inputs, number, rows, hidden, hidden, status)
         rows = self._state.effective(inputs.rows)
         hidden, status = self._forward_mixed(inputs, rows)
         assert inputs.last_at is not None
-        return self._finish(inputs, slot, rows, hidden, hidden.index_select(0, inputs.last_at), status)
+        return self._finish(inputs, number, rows, hidden, hidden.index_select(0, inputs.last_at), status)
 
-    def run_padding(self, num_rows: int, *, mixed: bool) -> None:
-        """A decode step of padding alone, or a mixed one that samples: whatever is made at its first use is made."""
+    def run_padding(self, num_rows: int, num_tokens: int = 0, *, full: bool = False) -> None:
+        """A step of padding alone, so that what is made at its first use is made: num_rows that decode; with
+        num_tokens > 0 the first has a chunk of so many. `full`: as if rows used every way to sample."""
         device = self._state.length.device
         rows = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-        if not mixed:
-            self.body(rows, GraphShape(num_rows, 1, True))
-            return
-        at = torch.arange(num_rows, device=device)
-        inputs = StepInputs(
-            rows, 1, SamplePlan(RowNeeds.RANDOM), token_at=at, token_ids=at.new_zeros(num_rows),
-            positions=at.new_zeros(num_rows), last_at=at, chunks=(Chunk(0, 0, 1, 0),),
-            chunk_columns=at.new_tensor([[0], [0], [1], [0]]),
-        )  # fmt: skip
-        if num_rows > 1:
-            inputs.decode_tokens = inputs.decode_at = at[1:].clone()
-        self.run(inputs, at.new_zeros(2, num_rows), None)
+        inputs = StepInputs(rows, 1, _FULL if full and self._kernels is not None else GREEDY)
+        if num_tokens:
+            others = torch.arange(1, num_rows, device=device)
+            chunk = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+            inputs.token_at = torch.cat((chunk, others))
+            inputs.token_ids = inputs.positions = torch.zeros_like(inputs.token_at)
+            inputs.last_at = torch.arange(num_tokens - 1, num_tokens + num_rows - 1, device=device)
+            inputs.chunks = (Chunk(0, 0, num_tokens, 0),)
+            inputs.chunk_columns = torch.tensor([[0], [0], [num_tokens], [0]], device=device)
+            if num_rows > 1:
+                inputs.decode_tokens, inputs.decode_at = others + (num_tokens - 1), others
+        self.run(inputs, 0, None)
 
-    def needs_beyond_graph(self, plan: SamplePlan) -> bool:
-        return bool(plan.needs & _BEYOND_GRAPH)
+    # ----------------------------------------------------------------------------------------------------- graphs
 
-    def body(self, idx: torch.Tensor, shape: GraphShape) -> tuple[torch.Tensor, ...]:
-        """What a graph holds. Returns tokens, status, logits, effective rows (tokens are 0 without sampling)."""
-        rows, hidden, status = self._forward_decode(idx, shape.context)
-        logits = self._model.logits(hidden)
-        if not shape.with_sampling:
-            return status, status, logits, rows
-        tokens, status = self._choose(logits, rows, status, GREEDY)
-        return tokens, status, logits, rows
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What is worth a graph: torch's operators must be told by the host which rows filter and mask."""
+        return (Variant.GREEDY, Variant.FORWARD) if self._kernels is None else tuple(Variant)
 
-    def _run_graph(self, inputs: StepInputs, slot: torch.Tensor, shape: GraphShape) -> StepOutputs:
-        found = self._graphs.find(shape.rows, shape.context, with_sampling=shape.with_sampling)
+    def variant_for(self, inputs: StepInputs) -> Variant:
+        if inputs.logprobs_at is not None or inputs.raw_tokens is not None:
+            return Variant.FORWARD
+        if not inputs.sample_plan.needs & _BEYOND_GREEDY:
+            return Variant.GREEDY
+        return Variant.FORWARD if self._kernels is None else Variant.FULL
+
+    def prepare_graphs(self, max_rows: int) -> None:
+        """Makes what graphs share: where a row's choice may look, so that no graph holds an address from before."""
+        if self._kernels is not None:
+            self._state.ensure_penalties()
+            self._state.ensure_masks()
+        one = self._make_logits(torch.zeros(1, self._model.config.hidden_size, dtype=self._model.dtype,
+                                            device=self._state.length.device))  # fmt: skip
+        self._logits = torch.empty(max_rows, one.shape[1], dtype=one.dtype, device=one.device)
+
+    def body(self, shape: GraphShape) -> tuple[torch.Tensor, ...]:
+        """What a graph holds. With Variant.FORWARD returns effective rows and status."""
+        rows, hidden, status, place = self._forward_ring(shape)
+        logits = self._make_logits(hidden)
+        if shape.variant is Variant.FORWARD:
+            assert self._logits is not None
+            self._logits[: shape.rows].copy_(logits)
+            return rows, status
+        plan = GREEDY if shape.variant is Variant.GREEDY else _FULL
+        self._choose(logits, rows, status, plan, place)
+        return ()
+
+    def _run_graph(self, inputs: StepInputs, number: int, shape: GraphShape) -> StepOutputs:
+        found = self._graphs.find(shape.rows, shape.context, shape.variant)
         assert found is not None
-        count = inputs.rows.shape[0]
-        tokens, status, logits, rows = (t[:count] for t in found[1].replay(inputs.rows))
-        if not shape.with_sampling:
-            tokens, status = self._choose(logits, rows, status, inputs.sample_plan)
-        slot[0, :count].copy_(tokens)
-        slot[1, :count].copy_(status)
+        rings = self._rings
+        if rings.at != number:
+            rings.cursor.fill_(number)
+        rings.at = None  # if this fails
         outputs = StepOutputs()
+        made = found[1].replay()
+        rings.at = (number + 1) % rings.num_slots
+        if shape.variant is not Variant.FORWARD:
+            return outputs
+        assert self._logits is not None
+        count = inputs.rows.shape[0]
+        rows, status = (t[:count] for t in made)
+        logits = self._logits[:count]
+        tokens, _ = self._choose_into(number, logits, rows, status, inputs.sample_plan)
         if inputs.raw_tokens is not None:
-            outputs.raw_logits = logits.index_select(0, inputs.raw_tokens)
+            outputs.raw_logits = logits.index_select(0, inputs.raw_tokens).float()
         self._add_logprobs(outputs, inputs, logits, tokens)
         return outputs
+
+    def _forward_ring(self, shape: GraphShape) -> tuple[torch.Tensor, ...]:
+        """A decode step of the batch the cursor names. Returns rows, hidden, status and the slot, int64 [1]."""
+        rings, kernels = self._rings, self._kernels
+        if kernels is not None:
+            made = kernels.decode_inputs(rings.staging.batches[:, : shape.rows], self._state, self._cache, rings.cursor)
+            rows, positions, tokens, slots, status, place = made
+            return rows, self._forward(rows, positions, tokens, slots, shape.context), status, place
+        place = rings.cursor.clone()
+        rings.cursor.copy_((place + 1) % rings.num_slots)
+        idx = rings.staging.batches.index_select(0, place)[0, : shape.rows]
+        return *self._forward_decode(idx, shape.context), place
 
     def _forward_decode(self, idx: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns effective rows [B], hidden [B, H] and status [B].
@@ -272,13 +350,18 @@ class DeviceStep:
         state, kernels = self._state, self._kernels
         if kernels is not None:
             rows, positions, tokens, slots, status = kernels.decode_inputs(idx, state, self._cache)
-        else:
-            rows = state.effective(idx)
-            positions = state.length.index_select(0, rows) - 1
-            tokens, slots = state.last_token.index_select(0, rows), self._slots(rows, positions)
+            return rows, self._forward(rows, positions, tokens, slots, context), status
+        rows = state.effective(idx)
+        positions = state.length.index_select(0, rows) - 1
+        tokens, slots = state.last_token.index_select(0, rows), self._slots(rows, positions)
+        hidden = self._forward(rows, positions, tokens, slots, context)
+        return rows, hidden, self._status(hidden, rows)
+
+    def _forward(
+        self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, context: int
+    ) -> torch.Tensor:
         layout = StepLayout(slots, self._tables, DecodePart(None, rows, context), (), None)
-        hidden = self._model.forward(tokens, positions, self._attention.begin(self._cache, layout))
-        return rows, hidden, self._status(hidden, rows) if kernels is None else status
+        return self._model.forward(tokens, positions, self._attention.begin(self._cache, layout))
 
     def _forward_mixed(self, inputs: StepInputs, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = self._state
@@ -301,7 +384,7 @@ class DeviceStep:
     def _finish(
         self,
         inputs: StepInputs,
-        slot: torch.Tensor,
+        number: int,
         rows: torch.Tensor,
         hidden: torch.Tensor,
         last: torch.Tensor,
@@ -309,6 +392,7 @@ class DeviceStep:
     ) -> StepOutputs:
         """last: [B, H], each row's last hidden state; hidden: [T, H]."""
         count = rows.shape[0]
+        slot = self._rings.output.values[number]
         outputs = StepOutputs()
         sampling = inputs.sampling
         if not inputs.samples_any:
@@ -316,13 +400,11 @@ class DeviceStep:
             slot[0, :count].fill_(0)
             slot[1, :count].copy_(status)
         elif sampling is None:
-            tokens, status = self._pick(inputs, outputs, last, rows, status)
-            slot[0, :count].copy_(tokens)
-            slot[1, :count].copy_(status)
+            self._pick(inputs, outputs, last, rows, status, number)
         else:
             self._mark_dead(rows, status)
-            own = (t.index_select(0, sampling) for t in (last, rows, status))
-            tokens, chosen_status = self._pick(inputs, outputs, *own)
+            own_last, own_rows, own_status = (t.index_select(0, sampling) for t in (last, rows, status))
+            tokens, chosen_status = self._pick(inputs, outputs, own_last, own_rows, own_status, None)
             slot[0].index_copy_(0, sampling, tokens)
             slot[1, :count].copy_(status.index_copy(0, sampling, chosen_status))
         if inputs.raw_tokens is not None:
@@ -345,36 +427,70 @@ class DeviceStep:
         return torch.where(rows == self._state.pad_row, PADDING, torch.where(_is_finite(hidden), FINE, FAILED))
 
     def _mark_dead(self, rows: torch.Tensor, status: torch.Tensor) -> None:
-        self._state.dead.index_copy_(0, rows, status == FAILED)
+        self._state.dead.index_copy_(0, rows, (status == FAILED).to(torch.int32))
 
     def _pick(
-        self, inputs: StepInputs, outputs: StepOutputs, last: torch.Tensor, rows: torch.Tensor, status: torch.Tensor
+        self,
+        inputs: StepInputs,
+        outputs: StepOutputs,
+        last: torch.Tensor,
+        rows: torch.Tensor,
+        status: torch.Tensor,
+        number: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and final status of the sampling rows, all of whose tensors these are; adds their logprobs."""
+        """Tokens and final status of the sampling rows, all of whose tensors these are; adds their logprobs.
+
+        `number`: the output slot where they are all of the step's; None: the caller puts them there."""
         plan = inputs.sample_plan
-        if isinstance(self._model, GreedyModel) and not plan.needs and inputs.logprobs_at is None:
-            tokens, is_finite = self._model.greedy(last)
-            return tokens, self._settle(tokens, rows, status, is_finite, plan)
-        logits = self._model.logits(last)
-        tokens, status = self._choose(logits, rows, status, plan)
+        if self._greedy_model is not None and not plan.needs and inputs.logprobs_at is None:
+            tokens, is_finite = self._greedy_model.greedy(last)
+            status = self._settle(tokens, rows, status, is_finite, plan)
+            if number is not None:
+                self._put_out(self._rings.output.values[number], tokens, status)
+            return tokens, status
+        logits = self._make_logits(last)
+        tokens, status = self._choose_into(number, logits, rows, status, plan)
         self._add_logprobs(outputs, inputs, logits, tokens)
         return tokens, status
 
-    def _choose(
-        self, logits: torch.Tensor, rows: torch.Tensor, status: torch.Tensor, plan: SamplePlan
+    def _choose_into(
+        self, number: int | None, logits: torch.Tensor, rows: torch.Tensor, status: torch.Tensor, plan: SamplePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples and makes the tokens the rows' next inputs. Returns tokens and the final status."""
-        if self._kernels is not None and not plan.special:
+        if number is None:
+            return self._choose(logits, rows, status, plan)
+        values = self._rings.output.values[number : number + 1]
+        return self._choose(logits, rows, status, plan, self._first_slot, values)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        status: torch.Tensor,
+        plan: SamplePlan,
+        place: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As _choose_into. With `place`, int64 [1], also writes them there in `values`; None: in the output ring."""
+        values = self._rings.output.values if values is None else values
+        if self._kernels is not None:
+            # Every way to sample, or none: two kernels to make ready, and rows look at what is theirs alone.
+            is_full = bool(plan.needs & _BEYOND_GREEDY)
             return self._kernels.sample_step(
-                logits,
-                rows,
-                status,
-                self._state,
-                is_random=bool(plan.needs & RowNeeds.RANDOM),
-                has_penalties=bool(plan.needs & RowNeeds.PENALTIES),
-            )
+                logits, rows, status, self._state,
+                is_random=is_full, has_penalties=is_full, out=None if place is None else (values, place),
+            )  # fmt: skip
         tokens = sample(logits, rows, self._state, plan)
-        return tokens, self._settle(tokens, rows, status, _is_finite(logits), plan)
+        status = self._settle(tokens, rows, status, _is_finite(logits), plan)
+        if place is not None:
+            chosen = torch.stack((tokens, status))[None]
+            values[:, :, : rows.shape[0]].index_copy_(0, place, chosen)
+        return tokens, status
+
+    def _put_out(self, slot: torch.Tensor, tokens: torch.Tensor, status: torch.Tensor) -> None:
+        count = tokens.shape[0]
+        slot[0, :count].copy_(tokens)
+        slot[1, :count].copy_(status)
 
     def _settle(
         self, tokens: torch.Tensor, rows: torch.Tensor, status: torch.Tensor, is_finite: torch.Tensor, plan: SamplePlan

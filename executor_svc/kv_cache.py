@@ -97,10 +97,14 @@ def host_available() -> int:
     return available if limited is None else min(available, limited)
 
 
+def cuda_free(device: torch.device) -> int:
+    """Bytes nobody has taken of the device."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def cuda_available(device: torch.device) -> int:
     """Bytes free on the device, what torch has cached and does not use included."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return cuda_free(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 # The part of the memory found free that the cache takes by itself; the rest is for activations and other processes.

@@ -5,7 +5,6 @@ from enum import IntFlag
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from common.messages import Admit, Extend, Sampling
@@ -49,8 +48,7 @@ def needs_of(sampling: Sampling) -> RowNeeds:
 class HostRow:
     """One admission. `tokens`: int64, as many as were announced; the first `filled` are here.
 
-    `masked_ids`, `bias_ids`, `bias_values`, `allowed_ids`: device tensors of the rows that need them, which live as
-    long as this object. `failed` and `freed_blocks` are shared with the waiter, under the runner's lock.
+    `failed` and `freed_blocks` are shared with the waiter, under the runner's lock.
     """
 
     row: int
@@ -60,34 +58,31 @@ class HostRow:
     tokens: NDArray[np.int64]
     filled: int
     needs: RowNeeds
-    masked_ids: torch.Tensor | None = None
-    bias_ids: torch.Tensor | None = None
-    bias_values: torch.Tensor | None = None
-    allowed_ids: torch.Tensor | None = None
     failed: bool = False
     freed_blocks: NDArray[np.int32] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class RowBook:
-    """Arrays by row, for checks over many rows at once; `rows[r]` is None where no sequence is; `admissions`: of
+    """Arrays by row, for work over many rows at once; `rows[r]`: HostRow, None where no sequence is; `admissions`: of
     those in rows.
 
     length: tokens known or sampled, exact, as the device has it. computed: tokens whose KV is written, or will be by
-    steps already launched. max_length: tokens a row may reach. complete: every announced token is here. tables: the
-    device's block tables, NO_BLOCK where it has none.
+    steps already launched. max_length: tokens a row may reach. min_length: tokens below which it does not stop.
+    complete: every announced token is here. tables: the device's block tables, NO_BLOCK where it has none.
     """
 
     num_rows: int
     max_blocks: int
     block_size: int
     max_context: int
-    rows: list[HostRow | None] = field(init=False)
+    rows: NDArray[np.object_] = field(init=False)
     admissions: set[int] = field(init=False)
     occupied: NDArray[np.bool_] = field(init=False)
     length: NDArray[np.int64] = field(init=False)
     computed: NDArray[np.int64] = field(init=False)
     max_length: NDArray[np.int64] = field(init=False)
+    min_length: NDArray[np.int64] = field(init=False)
     complete: NDArray[np.bool_] = field(init=False)
     needs: NDArray[np.uint8] = field(init=False)
     tables: NDArray[np.int32] = field(init=False)
@@ -97,18 +92,19 @@ class RowBook:
 
     def clear(self) -> None:
         """Releases every row."""
-        self.rows = [None] * self.num_rows
+        self.rows = np.full(self.num_rows, None, np.object_)
         self.admissions = set()
         self.occupied = np.zeros(self.num_rows, np.bool_)
         self.length = np.ones(self.num_rows, np.int64)
         self.computed = np.zeros(self.num_rows, np.int64)
         self.max_length = np.ones(self.num_rows, np.int64)
+        self.min_length = np.zeros(self.num_rows, np.int64)
         self.complete = np.zeros(self.num_rows, np.bool_)
         self.needs = np.zeros(self.num_rows, np.uint8)
         self.tables = np.full((self.num_rows, self.max_blocks), NO_BLOCK, np.int32)
 
     def row(self, row: int) -> HostRow:
-        state = self.rows[row]
+        state: HostRow | None = self.rows[row]
         assert state is not None, f"row {row} is empty"
         return state
 
@@ -143,6 +139,7 @@ class RowBook:
         self.length[admit.row] = admit.length
         self.computed[admit.row] = admit.computed_len
         self.max_length[admit.row] = min(admit.prompt_len + admit.sampling.max_tokens, self.max_context)
+        self.min_length[admit.row] = admit.prompt_len + admit.sampling.min_tokens
         self.complete[admit.row] = len(admit.tokens) == admit.length
         self.needs[admit.row] = int(state.needs)
         self.tables[admit.row] = NO_BLOCK

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from common.clock import Clock, SystemClock
 from common.messages import ExecutorInfo, Hello, PlanErrorCode, StepMode, StepPlan, StepResult, Timings
-from executor_svc.buffers import OutputRing, OutputSlot, RowState, StagingRing
+from executor_svc.buffers import OutputSlot, RowState, StepRings
 from executor_svc.device_step import DeviceStep, StepInputs, StepOutputs
-from executor_svc.graph_cache import GraphCache, GraphShape
+from executor_svc.graph_cache import GraphCache, GraphShape, Variant
 from executor_svc.input_batch import Batch, make_batch
 from executor_svc.kv_cache import KvCache
 from executor_svc.plan_check import PlanCheck
@@ -70,11 +70,10 @@ class Runner:
         cache: KvCache,
         state: RowState,
         graphs: GraphCache,
-        pipeline_depth: int,
-        staging_bytes: int,
+        rings: StepRings,
         clock: Clock | None = None,
     ) -> None:
-        """pipeline_depth: plans in flight the rings are made for. `cache` and `state` are the step's own."""
+        """`cache`, `state` and `rings` are the step's own; the rings' depth is that of the pipeline."""
         self._info = info
         self._device = device
         self._step = step
@@ -84,12 +83,14 @@ class Runner:
         self._clock = clock or SystemClock()
         self._incarnation = secrets.randbits(64) | 1
         self._last_scheduler_id = b""
-        self.pipeline_depth = pipeline_depth
-        self._max_pending = pipeline_depth + 2
-        self._staging = StagingRing(device, pipeline_depth, staging_bytes)
-        self._output = OutputRing(device, pipeline_depth, info.max_num_seqs)
+        self.pipeline_depth = rings.num_slots - 1
+        self._max_pending = self.pipeline_depth + 2
+        self._rings = rings
         self._book = RowBook(info.num_rows, info.max_blocks_per_row, info.block_size, info.max_context)
-        self._stager = Stager(self._book, info.eos_ids, info.vocab_size, self._on_released, self._take_dirty)
+        self._stager = Stager(
+            self._book, state.layout, info.eos_ids, info.vocab_size, self._on_released, self._take_dirty,
+            with_places=not step.has_kernels,
+        )  # fmt: skip
         self._epoch = 0
         self._next_step_id = 1
         self._ended = True  # set by both threads, only ever to True within an epoch
@@ -123,6 +124,8 @@ class Runner:
             self._note_failures(step, step.slot.host_values[1, : step.batch.num_rows])
         whole = self._device.failure is None
         self._device.recover()
+        if not whole:
+            self._rings.forget()
         for row in np.flatnonzero(self._book.occupied).tolist():
             self._on_released(self._book.release(row), self._book.blocks_of(row))
         self._book.clear()
@@ -164,7 +167,8 @@ class Runner:
 
     def _launch(self, plan: StepPlan, received_ns: int, prepare_start_ns: int) -> LaunchedStep:
         device = self._device
-        staging = self._staging.take()
+        number = self._rings.next_number()
+        staging = self._rings.staging.take(number)
         changes = self._stager.apply(plan, staging)
         batch = make_batch(plan, self._book)
         inputs = self._stager.inputs(plan, batch, staging) if batch.num_rows else None
@@ -172,29 +176,30 @@ class Runner:
         shape = self._find_shape(batch, inputs)
         mode = StepMode.NONE if inputs is None else StepMode.EAGER
         if shape is not None:
-            mode = StepMode.GRAPH if shape.with_sampling else StepMode.SPLIT
-        slot = self._output.take()
+            mode = StepMode.SPLIT if shape.variant is Variant.FORWARD else StepMode.GRAPH
+            staging.pad_batch(batch.num_rows, shape.rows)
+        slot = self._rings.output.take(number)
         step = LaunchedStep(
             runner=self,
             plan=plan,
             batch=batch,
             inputs=inputs,
-            rows=[self._book.row(row) for row in batch.rows.tolist()],
+            rows=self._book.rows[batch.rows].tolist(),
             slot=slot,
             timings=Timings(received_ns, prepare_start_ns, self._clock.monotonic_ns()),
             mode=mode,
             bucket=0 if shape is None else shape.rows,
         )
-        step.copy_in_start = device.record(Stream.COPY_IN)
-        step.kept.extend(staging.upload())
-        step.copy_in_end = staging.uploaded
-        step.device_start = device.record(Stream.COMPUTE)
+        if staging.has_news:
+            step.copy_in_start = device.record(Stream.COPY_IN)
+            step.kept.extend(staging.upload())
+            step.copy_in_end = staging.uploaded
 
         def compute() -> None:
             if changes is not None:
                 self._step.apply(changes)
             if inputs is not None:
-                step.outputs = self._step.run(inputs, slot.dev, shape)
+                step.outputs = self._step.run(inputs, number, shape)
 
         def copy_out() -> None:
             for tensor in step.outputs.tensors():
@@ -205,6 +210,7 @@ class Runner:
                 step.host_outputs.append(host)
             step.copied = True
 
+        step.device_start = device.record(Stream.COMPUTE)
         device.enqueue(Stream.COMPUTE, compute)
         step.device_end = device.record(Stream.COMPUTE)
         staging.finish(step.device_end)
@@ -216,8 +222,7 @@ class Runner:
     def _find_shape(self, batch: Batch, inputs: StepInputs | None) -> GraphShape | None:
         if inputs is None or not batch.is_pure_decode:
             return None
-        with_sampling = not self._step.needs_beyond_graph(inputs.sample_plan)
-        found = self._graphs.find(batch.num_rows, inputs.context, with_sampling=with_sampling)
+        found = self._graphs.find(batch.num_rows, inputs.context, self._step.variant_for(inputs))
         return None if found is None else found[0]
 
     # ---------------------------------------------------------------------------------------------- waiter thread

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from executor_svc.buffers import FREQUENCY, MIN_P, PRESENCE, REPETITION, SEED, TEMPERATURE, TOP_K, TOP_P, RowState
-from executor_svc.rows import HostRow, RowNeeds
+from executor_svc.rows import RowNeeds
 
 # Purposes of random numbers; a further use of randomness takes a further number.
 PURPOSE_SAMPLE: Final = 0
@@ -54,27 +54,16 @@ def seed_to_int64(seed: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SampleRow:
-    """A sampling row that needs more than arithmetic on columns. `at`: its place among the sampling rows.
-
-    `mask_stops`: the row is under its min_tokens.
-    """
-
-    at: int
-    row: HostRow
-    mask_stops: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SamplePlan:
     """What this step's sampling must do, known to the host. `needs`: of all rows together.
 
-    `filtered`: int64 on the device, places of the sampling rows with top-k, top-p or min-p; None: none.
+    Where kernels sample, that is all. For torch's operators also, int64 on the device, places of the sampling rows
+    with top-k, top-p or min-p (`filtered`), and of those with bias, allowed ids or min_tokens (`masked`); None: none.
     """
 
     needs: RowNeeds
     filtered: torch.Tensor | None = None
-    special: tuple[SampleRow, ...] = ()
+    masked: torch.Tensor | None = None
 
 
 GREEDY: Final = SamplePlan(RowNeeds.NONE)
@@ -83,16 +72,15 @@ GREEDY: Final = SamplePlan(RowNeeds.NONE)
 def sample(logits: torch.Tensor, rows: torch.Tensor, state: RowState, plan: SamplePlan) -> torch.Tensor:
     """Chooses a token for each row. Leaves `logits` as they are.
 
-    logits: float32 [N, vocab], of the model; rows: int64 [N], effective. Returns int64 [N]. Rows whose logits are not
-    finite get an arbitrary token.
+    logits: [N, vocab], of the model; rows: int64 [N], effective. Returns int64 [N]. Rows whose logits are not finite
+    get an arbitrary token.
     """
     needs = plan.needs
+    logits = logits.float()
     if needs & RowNeeds.PENALTIES:
         logits = _penalise(logits, rows, state)
-    if plan.special:
-        logits = logits.clone()
-        for special in plan.special:
-            _apply_special(logits[special.at], special)
+    if plan.masked is not None:
+        logits = _mask(logits, rows, state, plan.masked)
     greedy = logits.argmax(-1)
     if not needs & RowNeeds.RANDOM:
         return greedy
@@ -175,17 +163,18 @@ def _penalise(logits: torch.Tensor, rows: torch.Tensor, state: RowState) -> torc
     return logits - count * floats[:, FREQUENCY, None] - (count > 0) * floats[:, PRESENCE, None]
 
 
-def _apply_special(logits: torch.Tensor, special: SampleRow) -> None:
-    """Bias, allowed ids and min_tokens of one row, in place. logits: [vocab]."""
-    row = special.row
-    if row.bias_ids is not None and row.bias_values is not None:
-        logits.index_add_(0, row.bias_ids, row.bias_values)
-    if row.allowed_ids is not None:
-        allowed = logits.index_select(0, row.allowed_ids)
-        logits.fill_(float("-inf"))
-        logits.index_copy_(0, row.allowed_ids, allowed)
-    if special.mask_stops and row.masked_ids is not None:
-        logits.index_fill_(0, row.masked_ids, float("-inf"))
+def _mask(logits: torch.Tensor, rows: torch.Tensor, state: RowState, places: torch.Tensor) -> torch.Tensor:
+    """Bias, allowed ids and min_tokens of the rows at `places`."""
+    bias, stops = state.ensure_masks()
+    rows = rows.index_select(0, places)
+    own = logits.index_select(0, places)
+    changes = state.changes.index_select(0, rows)
+    has_bias = (changes & int(RowNeeds.BIAS)) != 0
+    own = torch.where(has_bias[:, None], own + bias.index_select(0, rows), own)
+    is_short = state.length.index_select(0, rows) < state.min_length.index_select(0, rows)
+    is_held = ((changes & int(RowNeeds.MIN_TOKENS)) != 0) & is_short
+    own = own.masked_fill(is_held[:, None] & stops.index_select(0, rows), float("-inf"))
+    return logits.index_copy(0, places, own)
 
 
 def commit(tokens: torch.Tensor, rows: torch.Tensor, state: RowState, plan: SamplePlan) -> None:
@@ -197,18 +186,18 @@ def commit(tokens: torch.Tensor, rows: torch.Tensor, state: RowState, plan: Samp
     if plan.needs & RowNeeds.PENALTIES and state.output_counts is not None:
         flat = state.output_counts.view(-1)
         places = rows * state.output_counts.shape[1] + tokens
-        flat.index_put_((places,), torch.ones_like(places, dtype=torch.int32), accumulate=True)
+        flat.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
 
 def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
-    """logits: float32 [N, vocab], of the model; chosen: int64 [N].
+    """logits: [N, vocab], of the model; chosen: int64 [N].
 
     Returns log-softmax of the chosen [N], ids [N, num_top] int64 and values [N, num_top], most likely first.
     """
-    logprobs = logits.log_softmax(-1)
+    logprobs = logits.float().log_softmax(-1)
     picked = logprobs.gather(-1, chosen[:, None])[:, 0]
     if num_top == 0:
-        none = logits.new_zeros(logits.shape[0], 0)
+        none = logprobs.new_zeros(logits.shape[0], 0)
         return picked, none.to(torch.int64), none
     values, ids = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
     return picked, ids, values

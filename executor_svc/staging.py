@@ -1,28 +1,25 @@
 """From a checked plan to staged columns: what a step brings to the device. Host work of the runner thread."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from common.messages import StepPlan
-from executor_svc.buffers import (
-    FREQUENCY,
-    MIN_P,
-    PRESENCE,
-    REPETITION,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    StagingSlot,
-)
+from executor_svc.buffers import FREQUENCY, MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, StagingSlot
 from executor_svc.device_step import Chunk, PromptWish, RowChanges, StepInputs
 from executor_svc.input_batch import Batch
+from executor_svc.row_layout import RowLayout, RowRecord
 from executor_svc.rows import HostRow, RowBook, RowNeeds
-from executor_svc.sampler import GREEDY, SamplePlan, SampleRow, seed_to_int64
+from executor_svc.sampler import GREEDY, SamplePlan, seed_to_int64
+
+# What a row's logits are changed by.
+_CHANGES = RowNeeds.PENALTIES | RowNeeds.BIAS | RowNeeds.MIN_TOKENS
+_HELD = np.uint8(RowNeeds.MIN_TOKENS)
 
 I64 = NDArray[np.int64]
+I32 = NDArray[np.int32]
 
 
 class Stager:
@@ -31,14 +28,20 @@ class Stager:
     def __init__(
         self,
         book: RowBook,
+        layout: RowLayout,
         eos_ids: tuple[int, ...],
         vocab_size: int,
         released: Callable[[HostRow, NDArray[np.int32]], None],
         take_dirty: Callable[[], set[int]],
+        *,
+        with_places: bool,
     ) -> None:
         """`released`: told of each released row and the blocks its table named. `take_dirty`: blocks found dirty since
-        it was last asked."""
+        it was last asked. `with_places`: sampling must be told which rows filter and mask; kernels see for themselves.
+        """
         self._book = book
+        self._layout = layout
+        self._with_places = with_places
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._released = released
@@ -54,65 +57,89 @@ class Stager:
         for row in plan.release.tolist():
             self._released(book.release(row), book.blocks_of(row))
         # Only now: what this plan releases it may give away again.
-        self.dirty_blocks |= self._take_dirty()
+        if dirty := self._take_dirty():
+            self.dirty_blocks |= dirty
         if not (plan.admit or plan.extend or len(plan.grant_rows) or len(plan.copy_sources)):
             return None
         changes = RowChanges()
         admitted = [book.admit(admit) for admit in plan.admit]
         for extend in plan.extend:
             book.extend(extend)
+        places: list[I64] = []
+        words: list[I32] = []
         if admitted:
-            self._stage_admitted(admitted, slot, changes)
-        if plan.extend:
-            self._stage_extended(plan, slot, changes)
+            rows, record = self._record(admitted)
+            changes.admit_rows = slot.put(rows)
+            places.append(self._layout.record_places(rows).reshape(-1))
+            words.append(record.words().reshape(-1))
+            self._stage_masks(admitted, slot, changes)
+        if extended := sorted({e.row for e in plan.extend if book.complete[e.row]}):
+            tokens = np.array([book.row(row).tokens[-1] for row in extended], np.int64)
+            places.append(self._layout.last_token_places(np.array(extended, np.int64)).reshape(-1))
+            words.append(tokens.view(np.int32))
+        if len(flat := self._table_entries(plan)):
+            places.append(self._layout.table_places(flat))
+            words.append(book.tables.reshape(-1)[flat])
+        if places:
+            changes.places = slot.put(np.concatenate(places))
+            changes.words = slot.put(np.concatenate(words))
         self._stage_penalties(plan, admitted, slot, changes)
-        self._stage_tables(plan, slot, changes)
+        if self.dirty_blocks:
+            self._stage_cleaning(plan, slot, changes)
         self._stage_copies(plan, slot, changes)
         return changes
 
-    def _stage_admitted(self, admitted: list[HostRow], slot: StagingSlot, changes: RowChanges) -> None:
-        count = len(admitted)
-        ints = np.zeros((count, 2), np.int64)
-        floats = np.zeros((count, 6), np.float32)
-        last = np.zeros(count, np.int64)
-        for index, state in enumerate(admitted):
-            sampling = state.sampling
-            ints[index, SEED] = seed_to_int64(sampling.seed)
-            ints[index, TOP_K] = sampling.top_k
-            floats[index, TEMPERATURE] = sampling.temperature
-            floats[index, TOP_P] = sampling.top_p
-            floats[index, MIN_P] = sampling.min_p
-            floats[index, REPETITION] = sampling.repetition_penalty
-            floats[index, PRESENCE] = sampling.presence_penalty
-            floats[index, FREQUENCY] = sampling.frequency_penalty
-            last[index] = state.tokens[-1]
-            self._stage_lists(state, slot)
+    def _record(self, admitted: list[HostRow]) -> tuple[I64, RowRecord]:
         rows = np.array([state.row for state in admitted], np.int64)
-        changes.admit_rows = slot.put(rows)
-        changes.admit_length = slot.put(self._book.length[rows])
-        changes.admit_last = slot.put(last)
-        changes.admit_ints = slot.put(ints)
-        changes.admit_floats = slot.put(floats)
+        floats = np.zeros((len(admitted), 6), np.float32)
+        for at, state in enumerate(admitted):
+            sampling = state.sampling
+            floats[at, TEMPERATURE] = sampling.temperature
+            floats[at, TOP_P] = sampling.top_p
+            floats[at, MIN_P] = sampling.min_p
+            floats[at, REPETITION] = sampling.repetition_penalty
+            floats[at, PRESENCE] = sampling.presence_penalty
+            floats[at, FREQUENCY] = sampling.frequency_penalty
+        record = RowRecord(
+            length=self._book.length[rows],
+            last_token=np.array([state.tokens[-1] for state in admitted], np.int64),
+            seeds=np.array([seed_to_int64(state.sampling.seed) for state in admitted], np.int64),
+            top_k=np.array([state.sampling.top_k for state in admitted], np.int64),
+            min_length=self._book.min_length[rows],
+            floats=floats,
+            changes=(self._book.needs[rows] & int(_CHANGES)).astype(np.int32),
+        )
+        return rows, record
 
-    def _stage_lists(self, state: HostRow, slot: StagingSlot) -> None:
-        """What only few rows have lives as long as the row, in memory of its own."""
+    def _stage_masks(self, admitted: list[HostRow], slot: StagingSlot, changes: RowChanges) -> None:
+        """Bias, allowed ids and tokens under min_tokens, of the few rows that have any."""
+        biased = [state for state in admitted if state.needs & RowNeeds.BIAS]
+        if biased:
+            confined = [state for state in biased if state.sampling.allowed_ids]
+            changes.bias_rows = slot.put(np.array([state.row for state in biased], np.int64))
+            if confined:
+                changes.confined_rows = slot.put(np.array([state.row for state in confined], np.int64))
+                changes.allowed_places = slot.put(self._places((s.row, s.sampling.allowed_ids) for s in confined))
+            values = [value for state in biased for _, value in state.sampling.bias]
+            if values:
+                ids = ((state.row, [i for i, _ in state.sampling.bias]) for state in biased)
+                changes.bias_places = slot.put(self._places(ids))
+                changes.bias_values = slot.put(np.array(values, np.float32))
+        held = [state for state in admitted if state.needs & RowNeeds.MIN_TOKENS]
+        if held:
+            changes.stop_rows = slot.put(np.array([state.row for state in held], np.int64))
+            places = self._places((state.row, self._stops(state)) for state in held)
+            if len(places):
+                changes.stop_places = slot.put(places)
+
+    def _stops(self, state: HostRow) -> set[int]:
         sampling = state.sampling
-        if sampling.bias:
-            state.bias_ids = slot.put_lasting(np.array([i for i, _ in sampling.bias], np.int64))
-            state.bias_values = slot.put_lasting(np.array([v for _, v in sampling.bias], np.float32))
-        if sampling.allowed_ids:
-            state.allowed_ids = slot.put_lasting(np.array(sorted(set(sampling.allowed_ids)), np.int64))
-        if sampling.min_tokens:
-            masked = set(sampling.stop_ids) | (set() if sampling.ignore_eos else set(self._eos_ids))
-            if masked:
-                state.masked_ids = slot.put_lasting(np.array(sorted(masked), np.int64))
+        return set(sampling.stop_ids) | (set() if sampling.ignore_eos else set(self._eos_ids))
 
-    def _stage_extended(self, plan: StepPlan, slot: StagingSlot, changes: RowChanges) -> None:
-        done = {extend.row for extend in plan.extend if self._book.complete[extend.row]}
-        if done:
-            rows = sorted(done)
-            changes.last_rows = slot.put(np.array(rows, np.int64))
-            changes.last_tokens = slot.put(np.array([self._book.row(r).tokens[-1] for r in rows], np.int64))
+    def _places(self, ids: Iterable[tuple[int, Collection[int]]]) -> I64:
+        """row * vocab + token."""
+        pieces = [row * self._vocab_size + np.fromiter(own, np.int64, len(own)) for row, own in ids]
+        return np.concatenate(pieces)
 
     def _stage_penalties(self, plan: StepPlan, admitted: list[HostRow], slot: StagingSlot, changes: RowChanges) -> None:
         """Counts are rebuilt from the tokens after prompt_len, so that a re-admission is like any admission."""
@@ -132,9 +159,12 @@ class Stager:
         if prompt and sum(map(len, prompt)):
             changes.prompt_places = slot.put(np.concatenate(prompt))
         if output and sum(map(len, output)):
-            changes.output_places = slot.put(np.concatenate(output))
+            places, counts = np.unique(np.concatenate(output), return_counts=True)
+            changes.output_places = slot.put(places)
+            changes.output_counts = slot.put(counts.astype(np.int32))
 
-    def _stage_tables(self, plan: StepPlan, slot: StagingSlot, changes: RowChanges) -> None:
+    def _table_entries(self, plan: StepPlan) -> I64:
+        """Entries of block tables that change, row * max_blocks + index, each once; the book has their blocks."""
         book = self._book
         width = book.max_blocks
         places: list[I64] = []
@@ -144,17 +174,15 @@ class Stager:
             first_new = admit.computed_len // book.block_size
             self.dirty_blocks.difference_update(admit.blocks[:first_new].tolist())
         if len(plan.grant_rows):
-            rows, at = plan.grant_rows.astype(np.int64), plan.grant_indices.astype(np.int64)
-            # One after the other: a later grant of the same entry counts.
-            for row, index, block in zip(rows.tolist(), at.tolist(), plan.grant_blocks.tolist(), strict=True):
-                book.tables[row, index] = block
-            places.append(rows * width + at)
-        flat = np.unique(np.concatenate(places)) if places else np.zeros(0, np.int64)
-        if len(flat):
-            changes.table_places = slot.put(flat)
-            changes.table_blocks = slot.put(book.tables.reshape(-1)[flat])
-        if self.dirty_blocks:
-            self._stage_cleaning(plan, slot, changes)
+            flat = plan.grant_rows.astype(np.int64) * width + plan.grant_indices
+            tables = book.tables.reshape(-1)
+            if len(np.unique(flat)) == len(flat):
+                tables[flat] = plan.grant_blocks
+            else:  # one after the other: a later grant of the same entry counts
+                for place, block in zip(flat.tolist(), plan.grant_blocks.tolist(), strict=True):
+                    tables[place] = block
+            places.append(flat)
+        return np.unique(np.concatenate(places)) if places else np.zeros(0, np.int64)
 
     def _stage_cleaning(self, plan: StepPlan, slot: StagingSlot, changes: RowChanges) -> None:
         named: set[int] = set(plan.grant_blocks.tolist())
@@ -193,7 +221,7 @@ class Stager:
         wishes = RowNeeds(int(np.bitwise_or.reduce(self._book.needs[batch.rows], initial=0)))
         pure = batch.is_pure_decode
         contexts = batch.lengths[~batch.is_prefill]
-        inputs = StepInputs(slot.put(batch.rows), int(contexts.max()) if len(contexts) else 0)
+        inputs = StepInputs(slot.put_batch(batch.rows), int(contexts.max()) if len(contexts) else 0)
         inputs.samples_any = len(sampling) > 0
         if not pure:
             self._stage_mixed(batch, sampling, slot, inputs)
@@ -235,28 +263,24 @@ class Stager:
             inputs.decode_tokens = slot.put(batch.offsets[decoding])
 
     def _sample_plan(self, batch: Batch, sampling: I64, slot: StagingSlot) -> SamplePlan:
-        needs = RowNeeds.NONE
-        special: list[SampleRow] = []
-        filtered: list[int] = []
-        for place, at in enumerate(sampling.tolist()):
-            row = int(batch.rows[at])
-            own = RowNeeds(int(self._book.needs[row]))
-            if not own:
-                continue
-            state = self._book.row(row)
-            generated = int(batch.lengths[at]) - state.prompt_len
-            masks = bool(own & RowNeeds.MIN_TOKENS) and generated < state.sampling.min_tokens
-            if not masks:
-                own &= ~RowNeeds.MIN_TOKENS
-            needs |= own
-            if own & RowNeeds.FILTER:
-                filtered.append(place)
-            if own & (RowNeeds.BIAS | RowNeeds.MIN_TOKENS):
-                special.append(SampleRow(place, state, masks))
-        if not needs:
+        rows = batch.rows[sampling]
+        needs = self._book.needs[rows]
+        held = (needs & int(RowNeeds.MIN_TOKENS)) > 0
+        if held.any():
+            needs = np.where(held & (batch.lengths[sampling] >= self._book.min_length[rows]), needs & ~_HELD, needs)
+        union = RowNeeds(int(np.bitwise_or.reduce(needs, initial=0)))
+        if not union:
             return GREEDY
-        places = slot.put(np.array(filtered, np.int64)) if filtered else None
-        return SamplePlan(needs, places, tuple(special))
+        filtered = masked = None
+        if self._with_places:
+            filtered = self._having(needs, RowNeeds.FILTER, slot)
+            masked = self._having(needs, RowNeeds.BIAS | RowNeeds.MIN_TOKENS, slot)
+        return SamplePlan(union, filtered, masked)
+
+    def _having(self, needs: NDArray[np.uint8], wanted: RowNeeds, slot: StagingSlot) -> torch.Tensor | None:
+        """Places of rows with any of `wanted`; None: there is none."""
+        places = np.flatnonzero(needs & int(wanted))
+        return slot.put(places) if len(places) else None
 
     def logprob_places(self, batch: Batch) -> I64:
         """Batch places of the sampling rows that want logprobs."""

@@ -22,18 +22,21 @@ class SampleStep(Protocol):
         *,
         is_random: bool,
         has_penalties: bool,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class DecodeInputs(Protocol):
     """Effective rows, positions, tokens, slots and status: executor_svc.kernels.decode_inputs.decode_inputs."""
 
-    def __call__(self, idx: torch.Tensor, state: RowState, cache: KvCache) -> tuple[torch.Tensor, ...]: ...
+    def __call__(
+        self, idx: torch.Tensor, state: RowState, cache: KvCache, cursor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepKernels:
-    """What stands in for torch's operators around the model. `sample_step` takes rows without host-made masks."""
+    """What stands in for torch's operators around the model."""
 
     decode_inputs: DecodeInputs
     sample_step: SampleStep

@@ -1,9 +1,11 @@
 """From logits to the next step's inputs with no word to the host: penalties, most likely token, draw, commit.
 
-Three kernels. *best*: each row's vocabulary in parts; penalties, the largest logit, whether all are finite. *draw*,
-where a row of the batch is random, one program a row: top-k and top-p are cut at a least logit, found by halving the
-range of logits (as integers of the same order) where the sampler sorts; then the cumulative sum is inverted. *commit*:
-joins the parts, settles the row's status, makes the token the row's next input.
+Three kernels. *best*: each row's vocabulary in parts; its changes, the largest logit, whether all are finite. *draw*,
+where a row of the batch may be random, one program a row: top-k and top-p are cut at a least logit, found by narrowing
+the range of logits (as integers of the same order) where the sampler sorts; then the cumulative sum is inverted.
+*commit*: joins the parts, settles the row's status, makes the token the row's next input.
+
+Penalties, bias, allowed ids and min_tokens are the row's own, on the device: no step needs a word from the host.
 
 The rules, their order and the random numbers are executor_svc/sampler.py's. Sums are float64 there and here, but not in
 one order, and exponentials differ in their last bits: where a draw falls that close to a border, the token may differ.
@@ -19,6 +21,8 @@ from executor_svc.buffers import RowState
 _BLOCK = 4096
 _PROGRAMS = 264
 _MAX_PARTS = 64
+# Borders a search tries at once.
+_WAYS = 4
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -30,16 +34,32 @@ TEMPERATURE, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 REPETITION, PRESENCE, FREQUENCY = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 FLOATS, SEED, TOP_K, INTS = tl.constexpr(6), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FAILED, FINE = tl.constexpr(0), tl.constexpr(1)
+# Bits of RowState.changes (executor_svc/rows.py).
+PENALTIES, BIAS, MIN_TOKENS = tl.constexpr(4), tl.constexpr(8), tl.constexpr(16)
+
+
+@triton.jit
+def changes_of(row, changes, lengths, min_length):
+    """What changes the row's logits in this step: bits, 0 for none."""
+    bits = tl.load(changes + row)
+    is_short = tl.load(lengths + row) < tl.load(min_length + row)
+    return tl.where(is_short, bits, bits & (PENALTIES | BIAS))
 
 
 @triton.jit(do_not_specialize=["num_parts"])
 def best_kernel(
-    logits, rows, floats, counts, in_prompt, penalised, best, best_at, finite, num_parts, share,
+    logits, rows, floats, lengths, changes, min_length, counts, in_prompt, bias, stops,
+    changed, best, best_at, finite, num_parts, share,
     VOCAB: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One part of one row's vocabulary. Writes its largest logit, where that is, and whether all are finite."""
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + at)
+    if HAS_PENALTIES:
+        bits = changes_of(row, changes, lengths, min_length)
+        repetition = tl.load(floats + row * FLOATS + REPETITION)
+        frequency = tl.load(floats + row * FLOATS + FREQUENCY)
+        presence = tl.load(floats + row * FLOATS + PRESENCE)
     top = tl.full([], float("-inf"), tl.float32)
     top_at = part * share
     is_finite = tl.full([], 1, tl.int32)
@@ -49,14 +69,19 @@ def best_kernel(
         value = tl.load(logits + at * VOCAB + ids, mask=is_there, other=0.0).to(tl.float32)
         is_finite = tl.minimum(is_finite, tl.min((tl.abs(value) < float("inf")).to(tl.int32), 0))
         if HAS_PENALTIES:
-            count = tl.load(counts + row * VOCAB + ids, mask=is_there, other=0).to(tl.float32)
-            seen = tl.load(in_prompt + row * VOCAB + ids, mask=is_there, other=0).to(tl.int1) | (count > 0)
-            repetition = tl.load(floats + row * FLOATS + REPETITION)
+            # Nothing is read of what a row does not have.
+            has = is_there & ((bits & PENALTIES) != 0)
+            place = row * VOCAB + ids
+            count = tl.load(counts + place, mask=has, other=0).to(tl.float32)
+            seen = tl.load(in_prompt + place, mask=has, other=0).to(tl.int1) | (count > 0)
             repeated = tl.where(value > 0, tl.div_rn(value, repetition + tl.zeros_like(value)), value * repetition)
             value = tl.where(seen, repeated, value)
-            value = value - count * tl.load(floats + row * FLOATS + FREQUENCY)
-            value = value - tl.where(count > 0, tl.load(floats + row * FLOATS + PRESENCE), 0.0)
-            tl.store(penalised + at * VOCAB + ids, value, mask=is_there)
+            value = value - count * frequency
+            value = value - tl.where(count > 0, presence, 0.0)
+            value += tl.load(bias + place, mask=is_there & ((bits & BIAS) != 0), other=0.0)
+            is_stop = tl.load(stops + place, mask=is_there & ((bits & MIN_TOKENS) != 0), other=0).to(tl.int1)
+            value = tl.where(is_stop, float("-inf"), value)
+            tl.store(changed + at * VOCAB + ids, value, mask=is_there & (bits != 0))
         value = tl.where(is_there, value, float("-inf"))
         highest, place = tl.max(value, 0, return_indices=True)
         top_at = tl.where(highest > top, start + place, top_at)
@@ -95,31 +120,52 @@ def value_of(key):
 
 
 @triton.jit
-def scaled_block(logits, start, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def scaled_block(logits, changed, is_changed, first, start, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits [start, start + BLOCK) of the row that begins at `first`, by temperature; -inf behind the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
-    value = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    value = tl.load(logits + first + ids, mask=(ids < VOCAB) & (is_changed == 0), other=float("-inf")).to(tl.float32)
+    own = tl.load(changed + first + ids, mask=(ids < VOCAB) & (is_changed != 0), other=float("-inf"))
+    value = tl.maximum(value, own)
     return tl.div_rn(value, temperature + tl.zeros_like(value))
 
 
 @triton.jit
-def above(logits, key, temperature, top, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many logits lie above `key`, int64, and the sum of their weights, float64."""
-    count = tl.full([], 0, tl.int64)
-    weight = tl.full([], 0.0, tl.float64)
+def count_above(
+    logits, changed, is_changed, first, bounds, temperature,
+    VOCAB: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many logits lie above each of the bounds, which are keys, int64 [WAYS]. Returns int64 [WAYS].
+
+    Counted element by element, and across them only at the end; so are the weights of weight_above.
+    """
+    count = tl.zeros([WAYS, BLOCK], tl.int32)
     for start in tl.range(0, VOCAB, BLOCK):
-        value = scaled_block(logits, start, temperature, VOCAB, BLOCK)
-        is_above = key_of(value) > key
-        count += tl.sum(is_above.to(tl.int64), 0)
-        weight += tl.sum(tl.where(is_above, tl.exp(value - top), 0.0).to(tl.float64), 0)
-    return count, weight
+        value = scaled_block(logits, changed, is_changed, first, start, temperature, VOCAB, BLOCK)
+        count += (key_of(value)[None, :] > bounds[:, None]).to(tl.int32)
+    return tl.sum(count, 1).to(tl.int64)
+
+
+@triton.jit
+def weight_above(
+    logits, changed, is_changed, first, bounds, temperature, top,
+    VOCAB: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of the weights of the logits above each of the bounds, float64 [WAYS]."""
+    weight = tl.zeros([WAYS, BLOCK], tl.float32)
+    for start in tl.range(0, VOCAB, BLOCK):
+        value = scaled_block(logits, changed, is_changed, first, start, temperature, VOCAB, BLOCK)
+        is_above = key_of(value)[None, :] > bounds[:, None]
+        weight += tl.where(is_above, tl.exp(value - top)[None, :], 0.0)
+    return tl.sum(weight.to(tl.float64), 1)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
 def draw_kernel(
-    logits, rows, lengths, floats, ints, best, finite, drawn, num_parts,
-    VOCAB: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, changed, rows, lengths, floats, ints, changes, min_length, best, finite, drawn, num_parts,
+    VOCAB: tl.constexpr, MAX_PARTS: tl.constexpr, WAYS: tl.constexpr, HAS_PENALTIES: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: writes the token drawn, or -1 for a row that takes the most likely one."""
+    """One row: writes the token drawn, or -1 for a row that takes the most likely one. BLOCKS: at least of VOCAB."""
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
     parts = tl.arange(0, MAX_PARTS)
@@ -128,66 +174,80 @@ def draw_kernel(
     temperature = tl.load(floats + row * FLOATS + TEMPERATURE)
     token = tl.full([], -1, tl.int64)
     if (temperature > 0) & is_finite:
-        own = logits + at * VOCAB
+        is_changed = row < 0
+        if HAS_PENALTIES:
+            is_changed = changes_of(row, changes, lengths, min_length) != 0
+        first = at * VOCAB
         top = tl.div_rn(highest, temperature)
         top_k = tl.load(ints + row * INTS + TOP_K)
         top_p = tl.load(floats + row * FLOATS + TOP_P)
         min_p = tl.load(floats + row * FLOATS + MIN_P)
         highest_key = key_of(top)
         lowest_key = tl.full([], -(1 << 31), tl.int64)
-        _count, whole = above(own, lowest_key - 1, temperature, top, VOCAB, BLOCK)
+        ways = tl.arange(0, WAYS).to(tl.int64)
         least = lowest_key
         if top_k > 0:
-            # The largest key that at least k logits reach.
+            # The largest key that at least k logits reach, among WAYS of them at a time.
             wanted = tl.minimum(top_k, VOCAB)
             low, high = lowest_key, highest_key
             while low < high:
-                middle = (low + high + 1) >> 1
-                count, _weight = above(own, middle - 1, temperature, top, VOCAB, BLOCK)
-                low = tl.where(count >= wanted, middle, low)
-                high = tl.where(count >= wanted, high, middle - 1)
+                tried = tl.minimum(low + (high - low + WAYS - 1) // WAYS * (ways + 1), high)
+                count = count_above(logits, changed, is_changed, first, tried - 1, temperature, VOCAB, WAYS, BLOCK)
+                low, high = (
+                    tl.max(tl.where(count >= wanted, tried, low), 0),
+                    tl.min(tl.where(count >= wanted, high, tried - 1), 0),
+                )
             least = low
-            count, weight = above(own, least, temperature, top, VOCAB, BLOCK)
-            whole = weight + (wanted - count).to(tl.float64) * tl.exp(value_of(least) - top).to(tl.float64)
         if top_p < 1:
+            bounds = tl.where(ways == 0, tl.where(top_k > 0, least, lowest_key - 1), highest_key)
+            weight = weight_above(logits, changed, is_changed, first, bounds, temperature, top, VOCAB, WAYS, BLOCK)
+            whole = tl.max(weight, 0)
+            if top_k > 0:
+                # Of those equal to the last one kept, as many as make k.
+                count = count_above(logits, changed, is_changed, first, bounds, temperature, VOCAB, WAYS, BLOCK)
+                equal = (tl.minimum(top_k, VOCAB) - tl.max(count, 0)).to(tl.float64)
+                whole += equal * tl.exp(value_of(least) - top).to(tl.float64)
             # The smallest key above which less than top_p lies: a token stays until those before it have reached it.
             target = top_p.to(tl.float64) * whole
             low, high = lowest_key, highest_key
             while low < high:
-                middle = (low + high) >> 1
-                _count, weight = above(own, middle, temperature, top, VOCAB, BLOCK)
-                high = tl.where(weight < target, middle, high)
-                low = tl.where(weight < target, low, middle + 1)
+                tried = tl.minimum(low + (high - low + WAYS - 1) // WAYS * (ways + 1), high) - 1
+                weight = weight_above(logits, changed, is_changed, first, tried, temperature, top, VOCAB, WAYS, BLOCK)
+                low, high = (
+                    tl.max(tl.where(weight < target, low, tried + 1), 0),
+                    tl.min(tl.where(weight < target, tried, high), 0),
+                )
             least = tl.maximum(least, low)
-        total = tl.full([], 0.0, tl.float64)
+        # The sum of each block; then the one in which the cumulative sum passes the draw.
+        numbers = tl.arange(0, BLOCKS)
+        sums = tl.zeros([BLOCKS], tl.float64)
         for start in tl.range(0, VOCAB, BLOCK):
-            value = scaled_block(own, start, temperature, VOCAB, BLOCK)
+            value = scaled_block(logits, changed, is_changed, first, start, temperature, VOCAB, BLOCK)
             weight = tl.exp(value - top)
-            total += tl.sum(tl.where((key_of(value) >= least) & (weight >= min_p), weight, 0.0).to(tl.float64), 0)
-        target = uniform(tl.load(ints + row * INTS + SEED), tl.load(lengths + row)) * total
-        before = tl.full([], 0.0, tl.float64)
-        token = tl.full([], VOCAB, tl.int64)
-        last = tl.full([], 0, tl.int64)
-        for start in tl.range(0, VOCAB, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            value = scaled_block(own, start, temperature, VOCAB, BLOCK)
-            weight = tl.exp(value - top)
-            is_kept = (key_of(value) >= least) & (weight >= min_p) & (weight > 0)
-            kept = tl.where(is_kept, weight, 0.0).to(tl.float64)
-            passes = is_kept & (before + tl.cumsum(kept, 0) > target)
-            token = tl.minimum(token, tl.min(tl.where(passes, ids, VOCAB), 0))
-            last = tl.maximum(last, tl.max(tl.where(is_kept, ids, 0), 0))
-            before += tl.sum(kept, 0)
-        # Rounding may leave the sum just short of the target.
-        token = tl.minimum(token, last)
+            kept = tl.where((key_of(value) >= least) & (weight >= min_p), weight, 0.0).to(tl.float64)
+            sums = tl.where(numbers == start // BLOCK, tl.sum(kept, 0), sums)
+        target = uniform(tl.load(ints + row * INTS + SEED), tl.load(lengths + row)) * tl.sum(sums, 0)
+        # Rounding may leave the sum just short of the target: then the last token with weight.
+        last_block = tl.max(tl.where(sums > 0, numbers, 0), 0)
+        block = tl.minimum(tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0), last_block)
+        before = tl.sum(tl.where(numbers < block, sums, 0.0), 0)
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        value = scaled_block(logits, changed, is_changed, first, block * BLOCK, temperature, VOCAB, BLOCK)
+        weight = tl.exp(value - top)
+        is_kept = (key_of(value) >= least) & (weight >= min_p) & (weight > 0)
+        kept = tl.where(is_kept, weight, 0.0).to(tl.float64)
+        passes = is_kept & (before + tl.cumsum(kept, 0) > target)
+        last = tl.max(tl.where(is_kept, ids, 0), 0)
+        token = tl.minimum(tl.min(tl.where(passes, ids, VOCAB), 0), last).to(tl.int64)
     tl.store(drawn + at, token)
 
 
 @triton.jit(do_not_specialize=["num_parts", "pad_row"])
 def commit_kernel(
-    rows, status, best, best_at, finite, drawn, tokens, out_status, last_token, lengths, dead, counts, pad_row,
-    num_parts,
-    VOCAB: tl.constexpr, IS_RANDOM: tl.constexpr, HAS_PENALTIES: tl.constexpr, MAX_PARTS: tl.constexpr,
+    rows, status, best, best_at, finite, drawn, tokens, out_status, last_token, lengths, dead, changes, counts,
+    out, place, out_stride, out_rows, pad_row, num_parts,
+    VOCAB: tl.constexpr, IS_RANDOM: tl.constexpr, HAS_PENALTIES: tl.constexpr, HAS_OUT: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One row: the token, its status, and the row's state for the next step; padding keeps its own."""
     at = tl.program_id(0).to(tl.int64)
@@ -206,13 +266,18 @@ def commit_kernel(
     own = tl.where((own == FINE) & (is_finite == 0), FAILED, own)
     tl.store(tokens + at, token)
     tl.store(out_status + at, own)
+    if HAS_OUT:
+        slot = out + tl.load(place) * out_stride + at
+        tl.store(slot, token)
+        tl.store(slot + out_rows, own)
     is_real = row != pad_row
-    tl.store(dead + row, own == FAILED, mask=is_real)
+    tl.store(dead + row, (own == FAILED).to(tl.int32), mask=is_real)
     tl.store(last_token + row, token, mask=is_real)
     tl.store(lengths + row, tl.load(lengths + row) + 1, mask=is_real)
     if HAS_PENALTIES:
-        place = counts + row * VOCAB + token
-        tl.store(place, tl.load(place, mask=is_real, other=0) + 1, mask=is_real)
+        counted = counts + row * VOCAB + token
+        is_counted = is_real & ((tl.load(changes + row) & PENALTIES) != 0)
+        tl.store(counted, tl.load(counted, mask=is_counted, other=0) + 1, mask=is_counted)
 
 
 def sample_step(
@@ -223,13 +288,16 @@ def sample_step(
     *,
     is_random: bool,
     has_penalties: bool,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses each row's token and makes it the row's next input. Returns tokens and final status, new, int64 [N].
 
     logits: [N, vocab], contiguous, left as they are. rows: int64 [N], effective, distinct but for state.pad_row, whose
     state stays. status: int64 [N], of the hidden states. Rows whose logits are not finite fail; their token is
-    arbitrary. Writes state.last_token, length, dead and, with penalties, output_counts of the rows.
-    Launch: (N, parts) programs; N, where a row is random; N.
+    arbitrary. has_penalties: whether a row may have penalties, bias or tokens it may not take. out: int64
+    [slots, 2, >= N], contiguous, and int64 [1], which slot: tokens and status go there too. Writes state.last_token,
+    length, dead and, with penalties, output_counts of the rows.
+    Launch: (N, parts) programs; N, where a row may be random; N.
     """
     count, vocab = logits.shape
     device = logits.device
@@ -243,24 +311,30 @@ def sample_step(
     finite = torch.empty(count, parts, dtype=torch.int32, device=device)
     # Each in memory of its own: a kernel is compiled anew for addresses that are no multiple of 16.
     tokens, out_status, drawn = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(3))
-    counts = in_prompt = rows
-    penalised = logits
+    counts = in_prompt = bias = stops = rows
+    changed = state.floats
     if has_penalties:
         counts, in_prompt = state.ensure_penalties()
-        penalised = torch.empty(count, vocab, dtype=torch.float32, device=device)
+        bias, stops = state.ensure_masks()
+        changed = torch.empty(count, vocab, dtype=torch.float32, device=device)
     best_kernel[(count, parts)](
-        logits, rows, state.floats, counts, in_prompt, penalised, best, best_at, finite, parts, share,
+        logits, rows, state.floats, state.length, state.changes, state.min_length, counts, in_prompt, bias, stops,
+        changed, best, best_at, finite, parts, share,
         VOCAB=vocab, HAS_PENALTIES=has_penalties, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     if is_random:
         draw_kernel[(count,)](
-            penalised, rows, state.length, state.floats, state.ints, best, finite, drawn, parts,
-            VOCAB=vocab, MAX_PARTS=_MAX_PARTS, BLOCK=_BLOCK, num_warps=16,
+            logits, changed, rows, state.length, state.floats, state.ints,
+            state.changes, state.min_length, best, finite, drawn, parts,
+            VOCAB=vocab, MAX_PARTS=_MAX_PARTS, WAYS=_WAYS, HAS_PENALTIES=has_penalties,
+            BLOCKS=triton.next_power_of_2(blocks), BLOCK=_BLOCK, num_warps=16,
         )  # fmt: skip
+    values, place = (rows, rows) if out is None else out
     commit_kernel[(count,)](
         rows, status, best, best_at, finite, drawn, tokens, out_status,
-        state.last_token, state.length, state.dead, counts, state.pad_row, parts,
-        VOCAB=vocab, IS_RANDOM=is_random, HAS_PENALTIES=has_penalties, MAX_PARTS=_MAX_PARTS,
+        state.last_token, state.length, state.dead, state.changes, counts,
+        values, place, values.stride(0), values.shape[-1], state.pad_row, parts,
+        VOCAB=vocab, IS_RANDOM=is_random, HAS_PENALTIES=has_penalties, HAS_OUT=out is not None, MAX_PARTS=_MAX_PARTS,
         num_warps=1,
     )  # fmt: skip
     return tokens, out_status

@@ -106,7 +106,11 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [N, hidden] from `forward`. Returns float32 [N, vocab]."""
-        return self._ops.linear(hidden, self.weights.head).float()
+        return self.narrow_logits(hidden).float()
+
+    def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `logits`, in the model's dtype: what the last product makes."""
+        return self._ops.linear(hidden, self.weights.head)
 
     def _fused(self, positions: torch.Tensor, attend: FusedAttend) -> _Mix:
         """Norms of heads, rotation and attention are the backend's."""

@@ -1,4 +1,4 @@
-"""Buckets: which one holds a step, what reaches the static buffers."""
+"""Buckets: which one holds a step, which graphs there are."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor_svc.build import default_buckets
-from executor_svc.graph_cache import GraphCache, GraphShape, bucket_for, context_buckets
+from executor_svc.graph_cache import GraphCache, GraphShape, Variant, bucket_for, context_buckets
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, unique=True).map(sorted), st.integers(0, 120))
@@ -23,38 +23,44 @@ def test_default_buckets_end_at_the_largest_batch(most: int) -> None:
     assert list(buckets) == sorted(set(buckets))
 
 
+def test_default_buckets_of_the_largest_batches() -> None:
+    buckets = default_buckets(512)
+    assert buckets[:5] == (1, 2, 4, 8, 16) and buckets[-3:] == (480, 496, 512)
+    assert set(range(8, 257, 8)) <= set(buckets) and len(buckets) == 3 + 32 + 16
+
+
 def test_context_buckets_end_at_the_context() -> None:
     assert context_buckets(8192) == (256, 1024, 4096, 8192)
     assert context_buckets(100) == (100,)
 
 
-def test_replay_sees_the_rows_and_padding_behind_them() -> None:
-    seen: list[tuple[list[int], GraphShape]] = []
+def test_each_shape_is_made_largest_first_and_found() -> None:
+    seen: list[GraphShape] = []
 
-    def body(idx: torch.Tensor, shape: GraphShape) -> tuple[torch.Tensor, ...]:
-        seen.append((idx.tolist(), shape))
-        return (idx * 2,)
+    def body(shape: GraphShape) -> tuple[torch.Tensor, ...]:
+        seen.append(shape)
+        return (torch.tensor(shape.rows),)
 
     cache = GraphCache((2, 4), (16, 64))
     told: list[tuple[int, int]] = []
-    cache.capture_all(body, torch.device("cpu"), lambda done, total: told.append((done, total)))
-    assert told[-1] == (8, 8) and len(told) == 8
+    variants = (Variant.GREEDY, Variant.FORWARD)
+    cache.capture_all(body, torch.device("cpu"), variants, lambda done, total: told.append((done, total)))
+    assert told[-1] == (8, 8) and len(told) == cache.num_graphs == 8
     assert not seen, "there is nothing to capture here"
-    found = cache.find(3, 20, with_sampling=True)
+    found = cache.find(3, 20, Variant.FORWARD)
     assert found is not None
     shape, graph = found
-    assert shape == GraphShape(4, 64, True)
-    graph.replay(torch.tensor([5, 1, 9]))
-    (outputs,) = graph.replay(torch.tensor([8, 7]))
-    assert [idx for idx, _ in seen] == [[5, 1, 9, -1], [8, 7, -1, -1]]
-    assert outputs[:2].tolist() == [16, 14]
+    assert shape == GraphShape(4, 64, Variant.FORWARD)
+    assert graph.replay()[0] == 4
+    assert seen == [shape]
 
 
 def test_what_no_shape_holds_is_not_found() -> None:
     cache = GraphCache((2, 4), (16, 64))
-    assert cache.find(2, 8, with_sampling=True) is None, "nothing is captured yet"
-    cache.capture_all(lambda idx, shape: (idx,), torch.device("cpu"), lambda done, total: None)
-    assert cache.find(2, 8, with_sampling=False) is not None
-    assert cache.find(5, 8, with_sampling=True) is None
-    assert cache.find(2, 65, with_sampling=True) is None
-    assert GraphCache((), (16,)).find(1, 1, with_sampling=True) is None
+    assert cache.find(2, 8, Variant.GREEDY) is None, "nothing is captured yet"
+    cache.capture_all(lambda shape: (), torch.device("cpu"), [Variant.GREEDY], lambda done, total: None)
+    assert cache.find(2, 8, Variant.GREEDY) is not None
+    assert cache.find(2, 8, Variant.FULL) is None
+    assert cache.find(5, 8, Variant.GREEDY) is None
+    assert cache.find(2, 65, Variant.GREEDY) is None
+    assert GraphCache((), (16,)).find(1, 1, Variant.GREEDY) is None

@@ -203,8 +203,8 @@ def test_padding_alone_runs_every_kind_of_step_and_leaves_rows_as_they_are() -> 
     before = runner.state.length.clone()
     with torch.inference_mode():
         for rows in (1, 5):
-            for mixed in (False, True):
-                runner._step.run_padding(rows, mixed=mixed)
+            for num_tokens in (0, 1, 7):
+                runner._step.run_padding(rows, num_tokens)
     assert torch.equal(runner.state.length, before)
     assert not runner.state.dead.any()
     runner.close()

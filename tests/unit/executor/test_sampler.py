@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from common.messages import Sampling
 from executor_svc.buffers import RowState
 from executor_svc.cpu_device import CpuDevice
-from executor_svc.rows import HostRow, RowNeeds, needs_of
+from executor_svc.rows import RowNeeds, needs_of
 from executor_svc.sampler import (
     PURPOSE_SAMPLE,
     SamplePlan,
-    SampleRow,
     commit,
     sample,
     seed_to_int64,
@@ -56,15 +55,15 @@ class Rows:
             self.state.length[row] = lengths[row] if lengths else 5
 
     def draw(
-        self, logits: torch.Tensor, rows: list[int] | None = None, special: tuple[SampleRow, ...] = ()
+        self, logits: torch.Tensor, rows: list[int] | None = None, masked: torch.Tensor | None = None
     ) -> list[int]:
         which = torch.tensor(rows if rows is not None else list(range(len(logits))))
-        chosen: list[int] = sample(logits, which, self.state, self.plan(which.tolist(), special)).tolist()
+        chosen: list[int] = sample(logits, which, self.state, self.plan(which.tolist(), masked)).tolist()
         return chosen
 
-    def plan(self, rows: list[int], special: tuple[SampleRow, ...] = ()) -> SamplePlan:
+    def plan(self, rows: list[int], masked: torch.Tensor | None = None) -> SamplePlan:
         filtered = [at for at, row in enumerate(rows) if needs_of(self.samplings[row]) & RowNeeds.FILTER]
-        return SamplePlan(self.needs, torch.tensor(filtered) if filtered else None, special)
+        return SamplePlan(self.needs, torch.tensor(filtered) if filtered else None, masked)
 
 
 def logits_for(count: int, seed: int = 0) -> torch.Tensor:
@@ -189,27 +188,26 @@ def test_sampled_tokens_count_for_penalties_and_become_the_last_token() -> None:
     assert rows.state.length.tolist() == [6, 6, 1]
 
 
-def special(**ids: torch.Tensor) -> HostRow:
-    sampling = Sampling(seed=1, max_tokens=9, temperature=0.0)
-    row = HostRow(0, 1, 1, sampling, np.zeros(1, np.int64), 1, RowNeeds.BIAS)
-    for name, tensor in ids.items():
-        setattr(row, name, tensor)
-    return row
-
-
 def test_bias_allowed_ids_and_masked_stops() -> None:
-    rows = Rows([Sampling(seed=1, max_tokens=9, temperature=0.0)])
-    rows.needs |= RowNeeds.BIAS
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 3], logits[0, 5] = 2.0, 1.0
+    rows = Rows([Sampling(seed=1, max_tokens=9, temperature=0.0)] * 2)
+    state = rows.state
+    bias, stops = state.ensure_masks()
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 3], logits[:, 5] = 2.0, 1.0
     before = logits.clone()
-    biased = special(bias_ids=torch.tensor([5]), bias_values=torch.tensor([1.5]))
-    assert rows.draw(logits, special=(SampleRow(0, biased, False),)) == [5]
-    allowed = special(allowed_ids=torch.tensor([5, 9]))
-    assert rows.draw(logits, special=(SampleRow(0, allowed, False),)) == [5]
-    stops = special(masked_ids=torch.tensor([3]))
-    assert rows.draw(logits, special=(SampleRow(0, stops, True),)) == [5]
-    assert rows.draw(logits, special=(SampleRow(0, stops, False),)) == [3]
+    masked = torch.tensor([1])
+    state.changes[1] = int(RowNeeds.BIAS)
+    bias[:, 5] = 1.5
+    assert rows.draw(logits, masked=masked) == [3, 5], "only the row that has a bias"
+    bias[:] = -torch.inf
+    bias[:, [5, 9]] = 0.0
+    assert rows.draw(logits, masked=masked) == [3, 5]
+    state.changes[1] = int(RowNeeds.MIN_TOKENS)
+    stops[:, 3] = True
+    state.min_length[:] = 6
+    assert rows.draw(logits, masked=masked) == [3, 5], "a row that is too short"
+    state.length[1] = 6
+    assert rows.draw(logits, masked=masked) == [3, 3]
     assert torch.equal(logits, before)
 
 

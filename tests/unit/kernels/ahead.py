@@ -144,12 +144,15 @@ def sampling(batch: int, *, is_random: bool, has_penalties: bool) -> None:
     device.close()
     if has_penalties:
         state.output_counts = torch.empty(1, dtype=torch.int32)
-        state.in_prompt = torch.empty(1, dtype=torch.bool)
+        state.in_prompt = state.stops = torch.empty(1, dtype=torch.bool)
+        state.bias = torch.empty(1)
     rows = torch.arange(batch)
-    logits = torch.empty(batch, 128256)
+    logits = torch.empty(batch, 128256, dtype=torch.bfloat16)
     cache = KvCache(KvShape(1, 8, 64, 16, torch.bfloat16), 1, lambda size, dtype: torch.empty(size, dtype=dtype))
     decode_inputs(rows, state, cache)
-    sample_step(logits, rows, rows, state, is_random=is_random, has_penalties=has_penalties)
+    decode_inputs(torch.empty(3, batch, dtype=torch.int64), state, cache, rows)
+    ring = torch.empty(3, 2, batch, dtype=torch.int64), rows
+    sample_step(logits, rows, rows, state, is_random=is_random, has_penalties=has_penalties, out=ring)
 
 
 def skinny(num_out: int, inner: int, config: SkinnyConfig) -> None:

@@ -12,20 +12,28 @@ from tests.interpreter import DEVICE
 FINE, PADDING = 1, 2
 
 
-@pytest.mark.parametrize("count", [1, 5, 130])
-def test_rows_padding_and_dead_rows(count: int) -> None:
+@pytest.mark.parametrize("count", [1, 5, 130, 300])
+@pytest.mark.parametrize("with_cursor", [False, True])
+def test_rows_padding_and_dead_rows(count: int, with_cursor: bool) -> None:
     device = make_device(DEVICE.type)
-    state = RowState(device, 200, 4, 50, 97)
+    state = RowState(device, 400, 4, 50, 97)
     cache = KvCache(KvShape(1, 1, 8, 4, torch.float32), 50, lambda size, dtype: device.zeros(*size, dtype=dtype))
     device.close()
     generator = torch.Generator().manual_seed(count)
-    state.length[:-1] = torch.randint(1, 16, (200,), generator=generator).to(DEVICE)
-    state.last_token[:-1] = torch.randint(0, 97, (200,), generator=generator).to(DEVICE)
-    state.block_tables[:-1] = torch.randint(0, 50, (200, 4), generator=generator).to(torch.int32).to(DEVICE)
-    idx = torch.randperm(200, generator=generator)[:count].to(DEVICE)
+    state.length[:-1] = torch.randint(1, 16, (400,), generator=generator).to(DEVICE)
+    state.last_token[:-1] = torch.randint(0, 97, (400,), generator=generator).to(DEVICE)
+    state.block_tables[:-1] = torch.randint(0, 50, (400, 4), generator=generator).to(torch.int32).to(DEVICE)
+    idx = torch.randperm(400, generator=generator)[:count].to(DEVICE)
     idx[1::4] = -1
-    state.dead[idx[2::4]] = True
-    rows, positions, tokens, slots, status = decode_inputs(idx, state, cache)
+    state.dead[idx[2::4]] = 1
+    if with_cursor:
+        ring = torch.full((3, count + 7), -1, device=DEVICE)
+        ring[2, :count] = idx
+        cursor = torch.tensor([2], device=DEVICE)
+        rows, positions, tokens, slots, status, place = decode_inputs(ring[:, :count], state, cache, cursor)
+        assert (int(place), int(cursor)) == (2, 0)
+    else:
+        rows, positions, tokens, slots, status = decode_inputs(idx, state, cache)
     want = state.effective(idx)
     assert torch.equal(rows, want)
     assert torch.equal(positions, state.length[want] - 1)
