@@ -176,16 +176,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[part], ending = run_part(part, json.dumps(asdict(options)), wanted[part])
         endings.append(ending)
         print(f"== {part} ended: {ending['ended']}, {ending['wall_s']} s", flush=True)
-    results["endings"] = endings
-    text = record(told, results)
-    print(text)
-    if arguments.out:
-        Path(arguments.out).mkdir(parents=True, exist_ok=True)
-        Path(arguments.out, "gpu.md").write_text(text + "\n")
-        Path(arguments.out, "gpu.json").write_text(json.dumps({"conditions": told, "results": results}) + "\n")
+        results["endings"] = endings
+        if arguments.out:  # after each part: the next may take the machine with it
+            keep(Path(arguments.out), told, results)
+    print(record(told, results))
     if arguments.json:
         print(json.dumps({"conditions": told, "results": results}))
     return 1 if failures(results) else 0
+
+
+def keep(place: Path, told: dict[str, Any], results: dict[str, Rows]) -> None:
+    """The record and all numbers, as files."""
+    from bench.gpu_record import record
+
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "gpu.md").write_text(record(told, results) + "\n")
+    (place / "gpu.json").write_text(json.dumps({"conditions": told, "results": results}) + "\n")
 
 
 def failures(results: dict[str, Rows]) -> Rows:
@@ -195,4 +201,6 @@ def failures(results: dict[str, Rows]) -> Rows:
 
 
 if __name__ == "__main__":
+    # So that a part in progress ends with this process.
+    signal.signal(signal.SIGTERM, lambda number, stack: sys.exit(128 + number))
     sys.exit(main())

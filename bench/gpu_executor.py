@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import uvloop
@@ -30,6 +30,9 @@ from executor_svc.environment import prepare_environment
 from executor_svc.load_progress import LogProgress
 from executor_svc.session import SessionLimits
 from executor_svc.step_executor import StepExecutor
+
+if TYPE_CHECKING:
+    from executor_svc.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,20 @@ def measure(executor: StepExecutor, replays: Sequence[Replay]) -> list[dict[str,
     return rows
 
 
+def memory_plan(executor: "Runner") -> str:
+    """Where the device's memory went."""
+    import torch
+
+    cache, tables = executor.cache.data, executor.state.block_tables
+    sizes = {"KV cache": cache.numel() * cache.element_size(), "block tables": 4 * tables.numel()}
+    if cache.is_cuda:
+        free, total = torch.cuda.mem_get_info(cache.device)
+        allocated, reserved = torch.cuda.memory_allocated(cache.device), torch.cuda.memory_reserved(cache.device)
+        sizes["weights and other tensors"] = allocated - sum(sizes.values())
+        sizes |= {"held beside them": reserved - allocated, "outside of torch": total - free - reserved, "free": free}
+    return ", ".join(f"{name} {size / 1e9:.3f}" for name, size in sizes.items())
+
+
 def summarise(results: Sequence[StepResult]) -> dict[str, Any]:
     """Of one replay: what steps took where, and how many in which mode."""
     timings = [result.timings for result in results]
@@ -99,7 +116,7 @@ def main(argv: list[str]) -> int:
         progress = LogProgress()
         files = resolve(config.model, progress, load_format=config.load_format)
         executor = build_executor(config, files, limits.max_pipeline_depth, progress)
-        log.info("built: %d KV blocks; the replays are next", executor.info.num_blocks)
+        log.info("memory, GB: %s", memory_plan(executor))
         replays = [Replay(**(values | {"load": Load(**values["load"])})) for values in task["replays"]]
         draft = Path(task["out"]).with_suffix(".new")
         draft.write_text(json.dumps(measure(executor, replays)))

@@ -14,10 +14,10 @@ SECTIONS: Final = {
         "Through the public API",
         ("model", "workload", "unit", "value", "vllm", "of_vllm", "floor", "of_floor", "goal", "reached",
          "output_tokens_per_s", "ms_per_token", "alone_tokens_per_s", "split_cost_percent", "ttft_ms", "gap_ms",
-         "client_cpu_share", "runs"),
+         "cpu_us_per_token", "client_cpu_share", "runs"),
         f"vllm, floor: {PEER} Ratios above 1 are ahead of it. `runs`: wall seconds, of which the one in the middle "
         "counts, from the first request sent to the last token received; `ms_per_token` and `split_cost_percent` hold "
-        "for that whole wall, too.",
+        "for that whole wall, too. `cpu_us_per_token`: what each process spent, prompts included.",
     ),
     "depth": (
         "Other pipeline depths",
@@ -33,7 +33,7 @@ SECTIONS: Final = {
     "steps": (
         "Device idle before steps that only decode, after one that did too",
         ("model", "workload", "pipeline_depth", "steps", "steady_steps", "graph_steps", "lost", "idle_us", "device_us",
-         "idle_share", "histogram_us"),
+         "idle_share", "histogram_us", "round_trip_us"),
         "Goal: p50 at most 10 µs, p99 at most 50 µs in G2 and G3. Events on the device, not host clocks; a run of its "
         "own, watched through Admin.WatchSteps.",
     ),

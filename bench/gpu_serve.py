@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bench.gpu_executor import Replay
 from bench.gpu_load import Clients, Load, Outcome, percentiles
-from bench.gpu_services import Setup, device_memory, executor, scheduler
+from bench.gpu_services import Executor, Scheduler, Setup, device_memory, executor, scheduler
 from bench.gpu_shapes import GOALS
 
 # Edges of the histogram of idle gaps, µs.
@@ -58,8 +58,8 @@ def run(setup: Setup, plan: Plan, emit: Emit) -> None:
         for row in served.alone:
             emit({"what": "alone", "model": plan.shape, **row})
         for depth in sorted(plan.depths, key=lambda depth: depth != plan.depth):
-            with scheduler(setup, served, depth, plan.start_s) as targets:
-                service = _Service(targets, clients, plan)
+            with scheduler(setup, served, depth, plan.start_s) as beside:
+                service = _Service(beside, served, clients, plan)
                 service.warm_up()
                 if depth == plan.depth:
                     _table(service, plan, {row["workload"]: row for row in served.alone}, emit)
@@ -69,19 +69,27 @@ def run(setup: Setup, plan: Plan, emit: Emit) -> None:
 
 @dataclass(frozen=True)
 class _Service:
-    """A scheduler that answers, and who loads it."""
+    """The two services, and who loads them."""
 
-    targets: Sequence[str]
+    scheduler: Scheduler
+    executor: Executor
     clients: Clients
     plan: Plan
 
     def load(self, load: Load, seed: int) -> Outcome:
-        return self.clients.run(self.targets, load, vocab=self.plan.vocab, seed=seed, limit_s=self.plan.load_s)
+        return self.clients.run(
+            self.scheduler.targets, load, vocab=self.plan.vocab, seed=seed, limit_s=self.plan.load_s
+        )
 
-    def measure(self, name: str, repeats: int) -> tuple[Outcome, list[float]]:
-        """The run in the middle, and the walls of all."""
-        runs = [self.load(self.plan.workloads[name], 100 + i) for i in range(repeats)]
-        return sorted(runs, key=lambda run: run.wall_s)[(len(runs) - 1) // 2], [run.wall_s for run in runs]
+    def measure(self, name: str, repeats: int) -> tuple[Outcome, Row]:
+        """The run in the middle; the walls of all, and the CPU that a token of them cost."""
+        load = self.plan.workloads[name]
+        before = self.scheduler.spent(self.executor)
+        runs = [self.load(load, 100 + i) for i in range(repeats)]
+        after, count = self.scheduler.spent(self.executor), repeats * load.requests * load.output
+        cost = {who: round((after[who] - before[who]) / count * 1e6, 2) for who in before}
+        middle = sorted(runs, key=lambda run: run.wall_s)[(len(runs) - 1) // 2]
+        return middle, {"runs": [run.wall_s for run in runs], "cpu_us_per_token": cost}
 
     def warm_up(self) -> None:
         """A few prompts of each length, and a few tokens."""
@@ -92,18 +100,19 @@ class _Service:
 
 def _table(service: _Service, plan: Plan, alone: dict[str, Row], emit: Emit) -> None:
     for name in plan.workloads:
-        outcome, runs = service.measure(name, plan.repeats.get(name, 3))
-        row = {"what": "table", "model": plan.shape, "workload": name, "pipeline_depth": plan.depth, "runs": runs}
+        outcome, more = service.measure(name, plan.repeats.get(name, 3))
+        row = {"what": "table", "model": plan.shape, "workload": name, "pipeline_depth": plan.depth, **more}
         emit(row | asdict(outcome) | held_against(plan.shape, name, outcome, alone.get(name)))
     for name in plan.watched:
-        seen = watch(service.targets[0], lambda name=name: service.load(plan.workloads[name], 77))  # type: ignore[misc]
-        emit({"what": "steps", "model": plan.shape, "workload": name, "pipeline_depth": plan.depth, **gaps(seen)})
+        seen = watch(service.scheduler.targets[0], lambda name=name: service.load(plan.workloads[name], 77))  # type: ignore[misc]
+        row = {"what": "steps", "model": plan.shape, "workload": name, "pipeline_depth": plan.depth, **gaps(seen)}
+        emit(row | {"round_trip_us": service.scheduler.round_trip_us()})
 
 
 def _compare(service: _Service, plan: Plan, depth: int, emit: Emit) -> None:
     for name in plan.compared:
-        outcome, runs = service.measure(name, plan.compared_repeats)
-        row = {"what": "depth", "model": plan.shape, "workload": name, "pipeline_depth": depth, "runs": runs}
+        outcome, more = service.measure(name, plan.compared_repeats)
+        row = {"what": "depth", "model": plan.shape, "workload": name, "pipeline_depth": depth, **more}
         emit(row | asdict(outcome))
 
 

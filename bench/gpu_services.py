@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import psutil
 
 from bench.gpu_executor import Replay
-from bench.streaming import Place, address
+from bench.streaming import Place, address, cpu_s
 
 _LINE: Final = re.compile(r"^(\S+ \S+) executor INFO (.+?)(?:: (\d+) %)?$")
 _POLL_S: Final = 0.05
@@ -93,9 +94,30 @@ def executor(setup: Setup, replays: Sequence[Replay], limit_s: float) -> Iterato
         yield found
 
 
+@dataclass(frozen=True)
+class Scheduler:
+    """`targets`: addresses to call, one for each api worker, or the only one where there is none."""
+
+    targets: list[str]
+    core: psutil.Process
+
+    def spent(self, of: Executor) -> dict[str, float]:
+        """CPU seconds so far: of the core's process, its workers together, and the executor's."""
+        workers = sum(cpu_s(worker) for worker in self.core.children())
+        return {"core": cpu_s(self.core), "workers": workers, "executor": cpu_s(psutil.Process(of.process.pid))}
+
+    def round_trip_us(self) -> float:
+        """Median of recent pings to the executor."""
+        from stepwire.v1 import admin_pb2, admin_pb2_grpc
+
+        with grpc.insecure_channel(self.targets[0]) as channel:
+            stats = admin_pb2_grpc.AdminStub(channel).GetStats(admin_pb2.GetStatsRequest(), timeout=5.0)
+        return float(stats.executors[0].rtt_ns) / 1e3
+
+
 @contextlib.contextmanager
-def scheduler(setup: Setup, of: Executor, depth: int, limit_s: float) -> Iterator[list[str]]:
-    """Addresses to call, one for each api worker (the only one where there is none). Ready."""
+def scheduler(setup: Setup, of: Executor, depth: int, limit_s: float) -> Iterator[Scheduler]:
+    """Ready. Raises RuntimeError with its log's end."""
     with contextlib.ExitStack() as stack:
         place = Place(stack)
         process, log = place.start(
@@ -107,7 +129,7 @@ def scheduler(setup: Setup, of: Executor, depth: int, limit_s: float) -> Iterato
         shared, *own = address(place.path / "address", process, log)
         for target in own or [shared]:
             _wait(lambda target=target: _is_ready(target), process, log, limit_s)
-        yield own or [shared]
+        yield Scheduler(own or [shared], psutil.Process(process.pid))
 
 
 def _is_ready(target: str) -> bool:

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 import common.errors as errors
 from common.errors import ProtocolError, StepwireError
@@ -70,6 +71,8 @@ def codec_of(kind: Any) -> tuple[Put, Get]:
         return _optional(args[0])
     if origin is np.ndarray:
         return _array(np.dtype(typing.get_args(args[1])[0]))
+    if origin is NDArray:  # from NumPy 2.5 on it is an alias with a name of its own
+        return _array(np.dtype(args[0]))
     if isinstance(kind, type) and issubclass(kind, enum.IntEnum):
         return _put_int, lambda reader: kind(_get_int(reader))
     if isinstance(kind, type) and issubclass(kind, StepwireError):

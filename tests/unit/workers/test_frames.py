@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from common import errors
 from common.errors import ProtocolError, StepwireError
+from common.messages import u32
 from scheduler_svc.messages import FromCore, ToCore, TokenBatch
-from scheduler_svc.workers.codec import codec_of
+from scheduler_svc.workers.codec import Reader, codec_of
 from scheduler_svc.workers.frames import KINDS, MAX_FRAME_BYTES, FrameReader, FrameWriter, signatures
 
 ERRORS = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, StepwireError)]
@@ -33,6 +35,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*(st.none() if arg is type(None) else values(arg) for arg in args))
     if origin is np.ndarray:
         return columns(np.dtype(typing.get_args(args[1])[0]), st.integers(0, 5))
+    if origin is NDArray:
+        return columns(np.dtype(args[0]), st.integers(0, 5))
     if kind is TokenBatch:
         return batches()
     if issubclass(kind, enum.Enum):
@@ -196,3 +200,13 @@ def test_what_has_no_encoding_is_noticed_at_once() -> None:
 
 def test_signatures_do_not_change_between_processes_of_one_checkout() -> None:
     assert len(signatures()) == 64 and "0x" not in "".join(map(str, KINDS))
+
+
+def test_arrays_are_known_by_either_form_of_their_annotation() -> None:
+    """NumPy 2.5 made NDArray an alias of its own, which annotations then keep."""
+    own: Any = NDArray
+    for kind in (np.ndarray[Any, np.dtype[np.uint32]], types.GenericAlias(own, (np.uint32,))):
+        put, get = codec_of(kind)
+        out = bytearray()
+        put(out, u32([1, 70000]))
+        assert get(Reader(bytes(out))).tolist() == [1, 70000]
