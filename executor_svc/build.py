@@ -158,7 +158,7 @@ def build_runner(
     step = DeviceStep(model, backend, cache, state, graphs, rings, kernels=step_kernels(ops))
     # What was filled above ran on the default stream, which the others do not wait for.
     device.synchronize()
-    _warm_up(device, step, graphs, max_num_seqs, max_tokens_per_step, say)
+    _warm_up(device, step, graphs, max_num_seqs, min(max_tokens_per_step, context), say)
     info = ExecutorInfo(
         model_id=model_id,
         model_hash=model_hash,
@@ -221,7 +221,7 @@ def _warm_up(
     device: Device, step: DeviceStep, graphs: GraphCache, max_num_seqs: int, max_tokens: int, say: Progress
 ) -> None:
     """Runs steps of padding alone, the largest among them, and captures every graph, so that the first real step finds
-    all made and all memory taken."""
+    all made and all memory taken. max_tokens: of a chunk, which no row is longer than."""
     torch_device = device.torch_device
     on_cuda = torch_device.type == "cuda"
     taken: list[tuple[float, int]] = []

@@ -27,6 +27,7 @@ from scheduler_svc.api.server import ApiOptions, build_server
 from scheduler_svc.api.worker import ApiWorker
 from scheduler_svc.config import SchedulerConfig, weights_of
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.pipeline_depth import MAX_ADAPTED
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine_loop import EngineLoop, EngineOptions
 from scheduler_svc.executor_client import StreamOptions
@@ -71,7 +72,7 @@ async def serve(config: SchedulerConfig, parts: Parts, worker_command: Sequence[
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     clock = SystemClock()
     core = Scheduler(core_config(config))
-    driver = DriverOptions(secrets.token_bytes(16), config.pipeline_depth, parts.stream)
+    driver = DriverOptions(secrets.token_bytes(16), core.config.pipeline_depth, parts.stream)
     options = EngineOptions(config.executors, driver, parts.model.model_hash)
     counts = MetricsObserver() if config.metrics_listen else None
     observer = parts.tracing.observer if counts is None else Beside(parts.tracing.observer, counts)
@@ -190,7 +191,8 @@ def quieten_collector() -> None:
 
 def core_config(config: SchedulerConfig) -> CoreConfig:
     return CoreConfig(
-        pipeline_depth=config.pipeline_depth,
+        pipeline_depth=config.pipeline_depth or MAX_ADAPTED,
+        adapt_pipeline_depth=not config.pipeline_depth,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         max_prefill_chunk=config.max_prefill_chunk,

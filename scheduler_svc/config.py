@@ -49,7 +49,12 @@ class SchedulerConfig(ServiceConfig):
     executors: Annotated[tuple[str, ...], BeforeValidator(split_list)] = Field(
         default=("127.0.0.1:50052",), min_length=1, description="addresses of executors, separated by commas"
     )
-    pipeline_depth: int = Field(default=2, ge=1, le=4, description="step plans in flight to one executor")
+    pipeline_depth: int = Field(
+        default=0,
+        ge=0,
+        le=4,
+        description="step plans in flight to one executor; 0: 2, or 3 while it would wait for them",
+    )
     max_num_seqs: int = Field(default=0, ge=0, description="sequences in one step, at most; 0: what the executor can")
     max_num_batched_tokens: int = Field(
         default=0, ge=0, description="tokens in one step, at most; 0: what the executor can"

@@ -13,8 +13,9 @@ MAX_AGING_MS = 1 << 22  # more would not fit into a rank
 class CoreConfig:
     """0 means "no limit of ours" wherever a limit can be left to the executor.
 
-    pipeline_depth: plans in flight at most. max_queued_requests and max_queued_tokens (prompt tokens; 0: no limit)
-    bound the waiting queue; max_queue_time_ms bounds the time a request waits for its first admission.
+    pipeline_depth: plans in flight at most; adapt_pipeline_depth: no more of them than `PipelineDepth` finds needed.
+    max_queued_requests and max_queued_tokens (prompt tokens; 0: no limit) bound the waiting queue; max_queue_time_ms
+    bounds the time a request waits for its first admission.
     max_num_batched_tokens, max_num_seqs and max_output_bytes (bulk output of one step) lower the executor's own limits.
     max_preemptions: after so many a sequence comes back only with every block it can ever need, and is never preempted
     again. max_plan_bytes: what the tokens, tables and sampling parameters of one plan may take on the wire.
@@ -30,6 +31,7 @@ class CoreConfig:
     """
 
     pipeline_depth: int = 2
+    adapt_pipeline_depth: bool = False
     max_queued_requests: int = 1024
     max_queued_tokens: int = 0
     max_prefill_chunk: int = 0

@@ -10,6 +10,7 @@ from common.messages import U32, ExecutorInfo, Welcome, u32
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.itl_controller import ItlController
+from scheduler_svc.core.pipeline_depth import PipelineDepth
 from scheduler_svc.core.prefix_cache import Tail, extend_hashes
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64, NEVER, Bools, Rows
@@ -69,6 +70,7 @@ class ExecutorState:
         self.preemptions = 0
         self.times = StepTimes()
         self.itl: ItlController | None = None
+        self.pipeline = PipelineDepth(1, adapts=False)
         self._layout: tuple[int, int] | None = None
         self.pool = BlockPool(0, False)
         self._start(0, 0)
@@ -108,6 +110,7 @@ class ExecutorState:
         self._start(info.num_rows, info.max_blocks_per_row)
         self.block_size = info.block_size
         self.depth = max(1, min(config.pipeline_depth, welcome.pipeline_depth))
+        self.pipeline = PipelineDepth(self.depth, adapts=config.adapt_pipeline_depth)
         self.max_tokens = min(info.max_tokens_per_step, config.max_num_batched_tokens or info.max_tokens_per_step)
         # A running sequence decodes one token per step, so more rows than tokens could never all move.
         self.max_num_seqs = min(info.max_num_seqs, config.max_num_seqs or info.max_num_seqs, self.max_tokens)

@@ -13,7 +13,7 @@ from common.errors import (
     TooLarge,
     Unavailable,
 )
-from common.messages import ExecutorInfo, PlanError, PlanErrorCode, StepResult, Welcome
+from common.messages import ExecutorInfo, PlanError, PlanErrorCode, StepResult, Timings, Welcome
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core_stats import core_stats
 from scheduler_svc.core.drain_rate import DEFAULT_RETRY_MS, DrainRate
@@ -281,12 +281,12 @@ class Scheduler:
         """There is room in the pipeline and something to do. `schedule` may still answer None: then all of it waits for
         results in flight. No side effects."""
         executor = self._executors[executor_id]
-        return executor.up and len(executor.flights) < executor.depth and self._planner.can_plan(executor)
+        return executor.up and len(executor.flights) < executor.pipeline.now and self._planner.can_plan(executor)
 
     def schedule(self, executor_id: int, now_ns: int, trace_context: bytes = b"") -> StepRecord | None:
         """The next plan, to be sent at once, in order. None: nothing to do now."""
         executor = self._executors[executor_id]
-        if not executor.up or len(executor.flights) >= executor.depth:
+        if not executor.up or len(executor.flights) >= executor.pipeline.now:
             return None
         return self._planner.plan(executor, now_ns, trace_context)
 
@@ -299,7 +299,7 @@ class Scheduler:
         collected = collect(executor, result)
         self._counters.generated_tokens += len(collected.tokens)
         self._tokens_seen += len(collected.tokens)
-        self._measure(executor, collected, now_ns)
+        self._measure(executor, collected, result.timings, now_ns)
         found = batches(executor, collected, result)
         endings: list[Ending] = []
         for entry in collected.ended:
@@ -388,7 +388,7 @@ class Scheduler:
         self._drain_rate.admitted(now_ns)
         self._tenants.admitted(sequence.tenant, sequence.prompt_len - sequence.cached)
 
-    def _measure(self, executor: ExecutorState, collected: Collected, now_ns: int) -> None:
+    def _measure(self, executor: ExecutorState, collected: Collected, timings: Timings, now_ns: int) -> None:
         """What the step says about its tenants and about the executor's speed."""
         if len(collected.tokens):
             self._tenants.generated(executor.rows.tenant, collected.sampled.index)
@@ -396,6 +396,7 @@ class Scheduler:
         duration_ns = now_ns - max(executor.last_result_ns, record.planned_ns)
         executor.last_result_ns = now_ns
         if record.plan.num_tokens:
+            executor.pipeline.update(timings, record.planned_ns, now_ns)
             if executor.itl is not None:
                 executor.itl.update(record.prefill_tokens, record.decode_tokens, duration_ns)
             executor.times.update(record.prefill_tokens, duration_ns)

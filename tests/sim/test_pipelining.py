@@ -1,12 +1,14 @@
 """The round trip disappears behind the device's work: plans overlap results."""
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from common.messages import StepPlan, StepResult
+from common.messages import StepPlan, StepResult, Timings
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.pipeline_depth import PipelineDepth
 from scheduler_svc.core.sequence import Sequence
 from tests.fakes.toy_executor import toy_info
 from tests.sim.harness import Sim
@@ -15,12 +17,14 @@ MS = 1_000_000
 DEVICE_MS, WIRE_MS = 20, 10  # a step on the device; one way between the services
 
 
-def _serve(depth: int) -> tuple[Sim, float, list[tuple[str, int]]]:
-    """Runs eight requests on a device that computes 20 ms per step, 10 ms of wire each way. Manual time.
+def _serve(
+    depth: int, *, adapts: bool = False, device_ms: int = DEVICE_MS, wire_ms: int = WIRE_MS
+) -> tuple[Sim, float, list[tuple[str, int]]]:
+    """Runs eight requests on a device that computes device_ms per step, wire_ms of wire each way. Manual time.
 
     Returns the simulation, tokens per second and the order of events.
     """
-    sim = Sim(CoreConfig(pipeline_depth=depth), toy_info())
+    sim = Sim(CoreConfig(pipeline_depth=depth, adapt_pipeline_depth=adapts), toy_info())
     keys = [sim.submit(range(10 + i, 20 + i), 40) for i in range(8)]
     started, events = sim.now_ns, list[tuple[str, int]]()
     arrivals: deque[tuple[int, StepResult]] = deque()
@@ -29,9 +33,14 @@ def _serve(depth: int) -> tuple[Sim, float, list[tuple[str, int]]]:
         while (record := sim.plan()) is not None:
             events.append(("plan", record.plan.step_id))
             _, step = sim.pending.pop()
-            begins = max(device_free_ns, sim.now_ns + WIRE_MS * MS)
-            device_free_ns = begins + DEVICE_MS * MS
-            arrivals.append((device_free_ns + WIRE_MS * MS, step.wait()))  # type: ignore[union-attr]
+            launched = sim.now_ns + wire_ms * MS
+            begins = max(device_free_ns, launched)
+            device_free_ns = begins + device_ms * MS
+            result = replace(
+                step.wait(),  # type: ignore[union-attr]
+                timings=Timings(launched_ns=launched, device_start_ns=begins, device_end_ns=device_free_ns),
+            )
+            arrivals.append((device_free_ns + wire_ms * MS, result))
         at_ns, result = arrivals.popleft()
         sim.clock.advance_ns(at_ns - sim.now_ns)
         events.append(("result", result.step_id))
@@ -63,9 +72,20 @@ def test_never_more_plans_in_flight_than_depth(depth: int) -> None:
         assert 0 <= in_flight <= depth
 
 
+def test_depth_follows_the_way_against_the_step() -> None:
+    """A device as quick as the way there and back wants three plans in flight, a slow one no more than two."""
+    throughput = {depth: _serve(depth, device_ms=10)[1] for depth in (2, 3)}
+    sim, adapted, _ = _serve(3, adapts=True, device_ms=10)
+    assert sim.scheduler.executors[0].pipeline.now == 3
+    assert adapted >= throughput[2] + 0.8 * (throughput[3] - throughput[2])
+    sim, _, events = _serve(3, adapts=True, device_ms=50)
+    assert sim.scheduler.executors[0].pipeline.now == 2
+    assert [kind for kind, _ in events[:3]] == ["plan", "plan", "result"]
+
+
 def test_executor_may_grant_less_depth() -> None:
     sim = Sim(CoreConfig(pipeline_depth=4))
-    sim.scheduler.executors[0].depth = 2  # as a Welcome with depth 2 leaves it
+    sim.scheduler.executors[0].pipeline = PipelineDepth(2, adapts=False)  # as a Welcome with depth 2 leaves it
     sim.submit([5, 6, 7], 20)
     assert sim.fill() == 2
     assert not sim.scheduler.can_schedule(sim.executor_id)

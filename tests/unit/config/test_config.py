@@ -114,7 +114,7 @@ def test_an_empty_variable_is_no_value() -> None:
         ([], {}, "policy: {a: {b: 1}}", ["policy: must be a plain value"]),
         ([], {}, "policy: fcfs\npolicy: priority", [":2: key policy stands twice"]),
         ([], {}, "a: [", ["not YAML"]),
-        (["--pipeline-depth", "0"], {}, "", ["pipeline_depth '0' (flag --pipeline-depth)"]),
+        (["--pipeline-depth", "9"], {}, "", ["pipeline_depth '9' (flag --pipeline-depth)"]),
         ([], {"STEPWIRE_DRAIN_S": "nan"}, "", ["drain_s", "environment STEPWIRE_DRAIN_S"]),
         ([], {}, "pipeline_depth: true", ["pipeline_depth 'true'", "c.yaml: pipeline_depth"]),
         (["--policy", "lifo"], {}, "", ["policy 'lifo'", "fcfs"]),
