@@ -163,7 +163,7 @@ class ExecutorDriver:
             while not refused and (message := await stream.receive()) is not None:
                 match message:
                     case StepResult():
-                        self._take_result(message)
+                        await self._take_result(message)
                     case PlanError():
                         refused = True
                         self._take_error(message)
@@ -206,13 +206,15 @@ class ExecutorDriver:
 
     # --------------------------------------------------------------------------------------------------- one message
 
-    def _take_result(self, result: StepResult) -> None:
+    async def _take_result(self, result: StepResult) -> None:
         received_ns = self._clock.monotonic_ns()
         outcome = self._core.update(self.executor_id, result, received_ns)
         updated_ns = self._clock.monotonic_ns()
         self._in_flight -= 1
         self._steps += 1
         self.fill()
+        # The stream writes the plan in this turn of the loop; a worker that wakes would compete for the CPU.
+        await asyncio.sleep(0)
         self._host.deliver(outcome, updated_ns)
         record = outcome.record
         self._observer.on_result(record, result, received_ns, updated_ns, self._estimate.offset_ns)
