@@ -15,10 +15,11 @@ from scheduler_svc.workers.link import Link
 # What a worker may leave unread: about half a minute of a thousand busy streams, and so many steps full of bulk output.
 MAX_BACKLOG_BYTES: Final = 32 * 1024 * 1024
 MAX_BACKLOG_STEPS: Final = 8
-# Beats sent without an answer: its event loop stands still. (Counted, so that a core that stood still blames nobody.)
+# Beats sent without hearing anything: its event loop stands still. (Counted, so that a core that stood still blames
+# nobody.)
 MAX_UNANSWERED_BEATS: Final = 30
-# Each answer wakes the core: only every so many beats ask for one.
-ASKING_BEAT: Final = 5
+# An answer wakes the core, and a worker says something every few seconds anyway: after so many silent beats one asks.
+ASKING_BEAT: Final = 10
 # For a process to end once its link is gone.
 LINGER_S: Final = 2.0
 
@@ -114,10 +115,11 @@ class RemoteWorker:
 
     def _on_messages(self, messages: Sequence[Any]) -> None:
         requests = []
+        self._unanswered = 0
         for message in messages:
             match message:
                 case BeatAnswer():
-                    self._unanswered = 0
+                    pass
                 case Listening():
                     if not self.listening.done():
                         self.listening.set_result(True)
