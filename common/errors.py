@@ -122,6 +122,12 @@ class ModelError(StepwireError):
     reason = "MODEL"
 
 
+class ModelTooLarge(ModelError):
+    """The model's weights need more memory than there is."""
+
+    reason = "MODEL_TOO_LARGE"
+
+
 class ProtocolError(StepwireError):
     """A peer broke the step protocol, or speaks another version of it."""
 

@@ -17,7 +17,10 @@ from executor_svc.kernels_cpu.library import Library, load_library
 from executor_svc.kernels_cpu.load import load_native
 from executor_svc.kernels_cpu.packing import Format
 from executor_svc.loader.load import load_model, model_config, model_dtype
+from executor_svc.numerics import can_pack
 from executor_svc.runner import Runner
+from executor_svc.streams import Device
+from executor_svc.weights_fit import check_weights_fit, loaded_bytes, native_bytes, room_on
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +40,14 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         # What torch still does in a step is small; its threads would spin beside the kernels' own.
         device = make_device("cpu", threads=1)
         ops = make_ops(config.numerics, device.torch_device)
+        wanted, shape = _FORMATS[config.weight_dtype], model_config(files)
+        _check_fit(config, files, device, f"weight_dtype {config.weight_dtype}", native_bytes(files, shape, wanted))
         log.info("loading %s (%s) for the CPU kernels, %d threads", description.id, files.path, threads)
         native = load_native(
             files,
-            model_config(files),
+            shape,
             kernels,
-            wanted=_FORMATS[config.weight_dtype],
+            wanted=wanted,
             threads=threads,
             progress=progress,
             max_positions=config.max_context or None,
@@ -54,6 +59,14 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         ops = make_ops(config.numerics, device.torch_device)
         kind = device.torch_device.type
         dtype = _DTYPES.get(config.dtype) or default_dtype(config.numerics, kind) or model_dtype(files)
+        packed = kind == "cpu" and config.numerics == "fast" and dtype is torch.bfloat16 and can_pack()
+        _check_fit(
+            config,
+            files,
+            device,
+            str(dtype).removeprefix("torch."),
+            loaded_bytes(model_config(files), dtype, packed=packed),
+        )
         log.info("loading %s (%s) as %s onto %s", description.id, files.path, dtype, device.name)
         model = load_model(
             files,
@@ -80,6 +93,14 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         eos_ids=description.eos_ids,
         progress=progress,
     )
+
+
+def _check_fit(config: ExecutorConfig, files: ModelFiles, device: Device, kind: str, num_bytes: int) -> None:
+    """Before anything is read, so that what can not be had is said and not killed for. Raises ModelTooLarge."""
+    room = room_on(device.torch_device)
+    cache_bytes = 0 if config.num_blocks else config.kv_cache_memory
+    check_weights_fit(files.description.id, kind, num_bytes, room, cache_bytes=cache_bytes)
+    log.info("weights take %d of %d bytes free on %s", num_bytes, room.num_bytes, room.where)
 
 
 def _threads(config: ExecutorConfig) -> int:

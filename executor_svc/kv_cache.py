@@ -90,10 +90,14 @@ def _file_pages(stat: Path) -> int:
     return found.get(prefix + "inactive_file", 0) + found.get(prefix + "active_file", 0)
 
 
+def host_memory() -> int:
+    """Bytes the host has left for new memory, whatever a control group allows."""
+    return int(psutil.virtual_memory().available)
+
+
 def host_available() -> int:
     """Bytes this process may still take on the host: the least of what host and control group leave."""
-    available = int(psutil.virtual_memory().available)
-    limited = cgroup_available()
+    available, limited = host_memory(), cgroup_available()
     return available if limited is None else min(available, limited)
 
 
