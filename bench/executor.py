@@ -8,7 +8,8 @@ Cases: decode-N, N rows of 128 tokens each decode one token; prefill-N, a prompt
 (as the file has them), dense (bfloat16), int8, int4: the CPU kernels; torch: the same model in torch's own operations.
 Executors and cases take turns, so that a disturbance of the machine hits all of them. Start-up is not in the numbers.
 
-Beside them stands what the machine gave in the same minutes: bytes read from memory and bfloat16 products per second.
+Beside them stands what the machine gave in the same minutes, bytes read from memory and bfloat16 products per second,
+and each step's share of both (medians). A share over 1 is of weights that stayed in a cache.
 """
 
 import argparse
@@ -142,7 +143,7 @@ def take_ticks(executor: Executor, into: dict[str, int]) -> None:
             into[part] = into.get(part, 0) + ticks
 
 
-def summarise(executor: Executor, case: str, samples: Samples, ticks_per_ns: float) -> dict[str, object]:
+def summarise(executor: Executor, case: str, samples: Samples, ticks_per_ns: float) -> dict[str, Any]:
     kind, _, size = case.partition("-")
     rows, config = int(size), executor.model.config
     step = np.percentile(samples.step, (50, 95, 99)) / 1e6
@@ -183,6 +184,11 @@ def measure(executors: Sequence[Executor], cases: Sequence[str], seconds: float)
     found = {
         case: {e.weights: summarise(e, case, samples[e.weights, case], per_ns) for e in executors} for case in cases
     }
+    limits = machine.summary()
+    for by_weights in found.values():
+        for own in by_weights.values():
+            own["of_read"] = round(own["weights_gb_s"] / limits["read_gb_s"]["median"], 2)
+            own["of_bf16"] = round(own["gflop_s"] / limits["bf16_gflop_s"]["median"], 2)
     return found, machine
 
 
@@ -191,13 +197,15 @@ def _ticks() -> int:
 
 
 def show(results: dict[str, Any], machine: Machine) -> None:
-    print("case         weights       p50      p95      p99 ms    tok/s   GB/s  GFLOP/s  parts, mean ms")
+    print(
+        "case         weights       p50      p95      p99 ms    tok/s   GB/s (of read)  GFLOP/s (of bf16)  parts, mean ms"
+    )
     for case, by_weights in results.items():
         for weights, r in by_weights.items():
             parts = ", ".join(f"{part} {ms}" for part, ms in r["parts_mean_ms"].items())
             print(
                 f"{case:<12} {weights:<8} {r['p50_ms']:8.2f} {r['p95_ms']:8.2f} {r['p99_ms']:8.2f}    "
-                f"{r['tokens_per_s']:8.1f} {r['weights_gb_s']:6.1f} {r['gflop_s']:8.1f}  {parts}; host {r['host_ms']}"
+                f"{r['tokens_per_s']:8.1f} {r['weights_gb_s']:6.1f} ({r['of_read']:4.0%}) {r['gflop_s']:11.1f} ({r['of_bf16']:4.0%})     {parts}; host {r['host_ms']}"
             )
     print(f"the machine, same minutes: {machine.summary()}")
 

@@ -34,17 +34,20 @@ def main(argv: list[str]) -> int:
     prepare_environment(config.numerics)
     limits = SessionLimits(lease_ns=int(config.lease_s * 1e9))
 
+    progress = LogProgress()
+
     def build() -> StepExecutor:
-        progress = LogProgress()
         files = resolve(config.model, progress, load_format=config.load_format)
         from executor_svc.assemble import build_executor  # torch: not before port and model files are known to be good
 
-        return build_executor(config, files, limits.max_pipeline_depth, progress)
+        executor = build_executor(config, files, limits.max_pipeline_depth, progress)
+        progress.finish()
+        return executor
 
     options = ServeOptions(config.listen, config.drain_s, config.address_file, limits, config.metrics_listen)
     sink = build_sink(config.otlp_endpoint)
     try:
-        return uvloop.run(serve(options, build, sink))
+        return uvloop.run(serve(options, build, sink, progress.seconds))
     finally:
         if sink is not None:
             sink.shutdown()

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -53,13 +53,19 @@ class ServeOptions:
     metrics_listen: str = ""
 
 
-async def serve(options: ServeOptions, build: Callable[[], StepExecutor], trace: StepTraceSink | None = None) -> int:
+async def serve(
+    options: ServeOptions,
+    build: Callable[[], StepExecutor],
+    trace: StepTraceSink | None = None,
+    start: Mapping[str, float] | None = None,
+) -> int:
     """Runs the executor until SIGTERM, SIGINT or its death; returns the exit status.
 
-    `build` makes the executor, in a thread of its own, while the port already answers UNAVAILABLE.
+    `build` makes the executor, in a thread of its own, while the port already answers UNAVAILABLE. `start`: seconds by
+    part of what it does, for the metrics; may grow while it runs.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    counts = CountingSink(trace) if options.metrics_listen else None
+    counts = CountingSink(trace, start) if options.metrics_listen else None
     process = _Process(options, ExecutorServicer(options.limits, trace=counts or trace))
     metrics = None
     try:

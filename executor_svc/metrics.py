@@ -1,7 +1,7 @@
 """Counts what steps cost the executor, for Prometheus, and hands them on to tracing."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from common.messages import StepPlan, StepResult
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 
 class CountingSink:
-    """A StepTraceSink; I/O thread. `tracing` None: nothing is handed on."""
+    """A StepTraceSink; I/O thread. `tracing` None: nothing is handed on. `start`: seconds by part of the start, written
+    by the loader's thread until the executor is ready; warm-up and capture are there and in no step's numbers."""
 
-    def __init__(self, tracing: StepTraceSink | None) -> None:
+    def __init__(self, tracing: StepTraceSink | None, start: Mapping[str, float] | None = None) -> None:
         self._tracing = tracing
+        self._start = {} if start is None else start
         self.steps: Counter[str] = Counter()  # by mode
         self.device = Histogram()
         self.prepare = Histogram()
@@ -37,7 +39,12 @@ class CountingSink:
             self._tracing.on_step(plan, result)
 
     def families(self) -> Iterator["Metric"]:
-        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        start = GaugeMetricFamily("stepwire_start_seconds", "what the start took, by part", labels=["part"])
+        for part, seconds in tuple(self._start.items()):
+            start.add_metric([part], seconds)
+        yield start
 
         steps = CounterMetricFamily("stepwire_device_steps", "steps by how they ran", labels=["mode"])
         for mode, count in self.steps.items():
