@@ -198,14 +198,15 @@ def _ticks() -> int:
 
 def show(results: dict[str, Any], machine: Machine) -> None:
     print(
-        "case         weights       p50      p95      p99 ms    tok/s   GB/s (of read)  GFLOP/s (of bf16)  parts, mean ms"
+        "case         weights       p50      p95      p99 ms    tok/s   GB/s, of read   GFLOP/s, of bf16   parts, mean ms"
     )
     for case, by_weights in results.items():
         for weights, r in by_weights.items():
             parts = ", ".join(f"{part} {ms}" for part, ms in r["parts_mean_ms"].items())
+            limits = f"{r['weights_gb_s']:6.1f} {r['of_read']:7.0%} {r['gflop_s']:9.1f} {r['of_bf16']:8.0%}"
             print(
                 f"{case:<12} {weights:<8} {r['p50_ms']:8.2f} {r['p95_ms']:8.2f} {r['p99_ms']:8.2f}    "
-                f"{r['tokens_per_s']:8.1f} {r['weights_gb_s']:6.1f} ({r['of_read']:4.0%}) {r['gflop_s']:11.1f} ({r['of_bf16']:4.0%})     {parts}; host {r['host_ms']}"
+                f"{r['tokens_per_s']:8.1f} {limits}   {parts}; host {r['host_ms']}"
             )
     print(f"the machine, same minutes: {machine.summary()}")
 
