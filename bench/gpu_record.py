@@ -55,7 +55,7 @@ KERNELS: Final = (
 def record(conditions: Row, results: dict[str, list[Row]]) -> str:
     """`results`: rows by part, and "endings"."""
     rows = [row for part, own in results.items() if part != "endings" for row in own]
-    lines = ["# bench.gpu", "", *(f"- {name}: {shown(value)}" for name, value in conditions.items()), ""]
+    lines = ["# bench.gpu", "", *(f"- {name}: {shown(value)}" for name, value in conditions.items() if value != ""), ""]
     lines += table("How the parts ended", results["endings"], ("part", "ended", "wall_s"))
     wrong = [row for row in rows if row.get("right") is False]
     lines += ["## Wrong", "", *(f"- {shown(row)}" for row in wrong), ""] if wrong else []

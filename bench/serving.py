@@ -49,9 +49,11 @@ async def run_on(address: str, load: Workload, seed: int) -> tuple[pb.GetModelIn
 
 def commit() -> str:
     root = Path(__file__).resolve().parent.parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
