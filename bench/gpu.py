@@ -45,8 +45,7 @@ def conditions(rehearse: bool) -> dict[str, Any]:
     from bench.serving import commit
 
     return {
-        "device": _device() if not rehearse else "none: a rehearsal on the CPU, its numbers mean nothing",
-        "driver_and_clocks_at_start": device_memory(),
+        "device": device_memory() if not rehearse else "none: a rehearsal on the CPU, its numbers mean nothing",
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "triton", "grpcio", "numpy")},
         "cpus": os.cpu_count(),
@@ -57,14 +56,6 @@ def conditions(rehearse: bool) -> dict[str, Any]:
         "kernel_timing": "replays of a CUDA graph between events, minimum of five; what is read once is larger than L2",
         "service": "public API, streaming, token ids in and out, services and clients on this machine",
     }
-
-
-def _device() -> str:
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"],
-        capture_output=True, text=True, check=False, timeout=20,
-    )  # fmt: skip
-    return done.stdout.strip() or "unknown"
 
 
 def run_part(part: str, options: str, limit_s: float) -> tuple[Rows, dict[str, Any]]:

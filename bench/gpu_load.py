@@ -1,6 +1,7 @@
 """A load in several client processes against a running service, and what came of it."""
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -59,9 +60,11 @@ class Outcome:
 
 
 class Clients:
-    """Load processes, kept from one load to the next. A context manager: they end with it."""
+    """Load processes, kept from one load to the next, no two of which have a prompt in common: the prefix cache finds
+    nothing. A context manager: they end with it."""
 
     def __init__(self, count: int) -> None:
+        self._loads = itertools.count(1)
         self._stack = contextlib.ExitStack()
         self._place = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self._processes = [self._stack.enter_context(_client(self._out(part))) for part in range(count)]
@@ -72,16 +75,17 @@ class Clients:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def run(self, targets: Sequence[str], load: Load, *, vocab: int, seed: int, limit_s: float) -> Outcome:
+    def run(self, targets: Sequence[str], load: Load, *, vocab: int, limit_s: float) -> Outcome:
         """Spreads the load evenly over the processes, those over `targets`. Raises RuntimeError: a process failed,
         tokens are missing, or `limit_s` is over."""
+        seed = next(self._loads) * 1000
         count = max(1, min(len(self._processes), load.at_once))
         processes = self._processes[:count]
         parts = zip(processes, spread(load.requests, count), spread(load.at_once, count), strict=True)
         for part, (process, requests, at_once) in enumerate(parts):
             share = Share(
                 targets[part % len(targets)], CONNECTIONS, requests, at_once, load.prompt, load.output, vocab,
-                seed * 1000 + part,
+                seed + part,
             )  # fmt: skip
             _say(process, json.dumps(asdict(share)))
         for process in processes:

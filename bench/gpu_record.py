@@ -33,7 +33,7 @@ SECTIONS: Final = {
     "steps": (
         "Device idle before steps that only decode, after one that did too",
         ("model", "workload", "pipeline_depth", "steps", "steady_steps", "graph_steps", "lost", "idle_us", "device_us",
-         "idle_share", "histogram_us", "round_trip_us"),
+         "idle_share", "histogram_us", "round_trip_us", "cached_tokens"),
         "Goal: p50 at most 10 µs, p99 at most 50 µs in G2 and G3. Events on the device, not host clocks; a run of its "
         "own, watched through Admin.WatchSteps.",
     ),

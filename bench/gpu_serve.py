@@ -76,16 +76,14 @@ class _Service:
     clients: Clients
     plan: Plan
 
-    def load(self, load: Load, seed: int) -> Outcome:
-        return self.clients.run(
-            self.scheduler.targets, load, vocab=self.plan.vocab, seed=seed, limit_s=self.plan.load_s
-        )
+    def load(self, load: Load) -> Outcome:
+        return self.clients.run(self.scheduler.targets, load, vocab=self.plan.vocab, limit_s=self.plan.load_s)
 
     def measure(self, name: str, repeats: int) -> tuple[Outcome, Row]:
         """The run in the middle; the walls of all, and the CPU that a token of them cost."""
         load = self.plan.workloads[name]
         before = self.scheduler.spent(self.executor)
-        runs = [self.load(load, 100 + i) for i in range(repeats)]
+        runs = [self.load(load) for _ in range(repeats)]
         after, count = self.scheduler.spent(self.executor), repeats * load.requests * load.output
         cost = {who: round((after[who] - before[who]) / count * 1e6, 2) for who in before}
         middle = sorted(runs, key=lambda run: run.wall_s)[(len(runs) - 1) // 2]
@@ -95,7 +93,7 @@ class _Service:
         """A few prompts of each length, and a few tokens."""
         for load in self.plan.workloads.values():
             few = min(load.at_once, 16)
-            self.load(Load(few, few, load.prompt, 4), 1)
+            self.load(Load(few, few, load.prompt, 4))
 
 
 def _table(service: _Service, plan: Plan, alone: dict[str, Row], emit: Emit) -> None:
@@ -104,9 +102,9 @@ def _table(service: _Service, plan: Plan, alone: dict[str, Row], emit: Emit) -> 
         row = {"what": "table", "model": plan.shape, "workload": name, "pipeline_depth": plan.depth, **more}
         emit(row | asdict(outcome) | held_against(plan.shape, name, outcome, alone.get(name)))
     for name in plan.watched:
-        seen = watch(service.scheduler.targets[0], lambda name=name: service.load(plan.workloads[name], 77))  # type: ignore[misc]
+        seen = watch(service.scheduler.targets[0], lambda name=name: service.load(plan.workloads[name]))  # type: ignore[misc]
         row = {"what": "steps", "model": plan.shape, "workload": name, "pipeline_depth": plan.depth, **gaps(seen)}
-        emit(row | {"round_trip_us": service.scheduler.round_trip_us()})
+        emit(row | service.scheduler.told())
 
 
 def _compare(service: _Service, plan: Plan, depth: int, emit: Emit) -> None:

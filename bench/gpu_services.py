@@ -106,13 +106,13 @@ class Scheduler:
         workers = sum(cpu_s(worker) for worker in self.core.children())
         return {"core": cpu_s(self.core), "workers": workers, "executor": cpu_s(psutil.Process(of.process.pid))}
 
-    def round_trip_us(self) -> float:
-        """Median of recent pings to the executor."""
+    def told(self) -> dict[str, float]:
+        """The median of recent pings to the executor, and prompt tokens that were found in the prefix cache: 0."""
         from stepwire.v1 import admin_pb2, admin_pb2_grpc
 
         with grpc.insecure_channel(self.targets[0]) as channel:
             stats = admin_pb2_grpc.AdminStub(channel).GetStats(admin_pb2.GetStatsRequest(), timeout=5.0)
-        return float(stats.executors[0].rtt_ns) / 1e3
+        return {"round_trip_us": stats.executors[0].rtt_ns / 1e3, "cached_tokens": stats.cached_tokens}
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def device_memory() -> dict[str, str]:
     """As nvidia-smi tells it, all processes together; empty where there is none."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    query = "memory.used,memory.total,clocks.sm,clocks.mem,power.draw,driver_version"
+    query = "name,memory.used,memory.total,clocks.sm,clocks.mem,power.draw,driver_version"
     done = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"],
         capture_output=True, text=True, check=False, timeout=20,

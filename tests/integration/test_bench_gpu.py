@@ -39,6 +39,7 @@ def test_a_rehearsal_from_the_first_line_to_the_record(tmp_path: Path) -> None:
     assert any("KV blocks" in line for line in start["log"])
     (steps,) = [row for row in rows if row["what"] == "steps"]
     assert sum(steps["histogram_us"].values()) == steps["steady_steps"] > 0
+    assert steps["cached_tokens"] == 0, "every prompt is fresh"
     assert {row["pipeline_depth"] for row in rows if row["what"] == "depth"} == {1}
     assert {row["workload"] for row in rows if row["what"] == "alone"} == {"G1", "G2"}
     (row,) = [row for row in rows if row["what"] == "table" and row["workload"] == "G2"]
