@@ -300,6 +300,8 @@ class ExecutorState:
             self.rows.flush(row)
             self.register(row, full * size)
         else:
+            # Results of generated tokens came, so that of the prompt did: all of it that others share is registered.
+            assert first == sequence.num_known
             parent = self.hashes(sequence, first)[first - 1]
             tail = Tail(parent, self.rows.known(row, first * size, full * size), size, table[first:full].copy())
         self.pool.free(table, sequence.num_known, tail)
