@@ -14,9 +14,12 @@ _PLAIN = (
 _plain_of = attrgetter(*_PLAIN)
 
 
-def encode_sampling(s: m.Sampling) -> pb.Sampling:
-    """A zero is not sent: it is what an absent field says."""
-    p = pb.Sampling(**{name: value for name, value in zip(_PLAIN, _plain_of(s), strict=True) if value})
+def encode_sampling(s: m.Sampling, p: pb.Sampling) -> None:
+    """Writes `s` into the empty `p`. Touches only what is there: a zero is what an absent field says."""
+    p.SetInParent()
+    for name, value in zip(_PLAIN, _plain_of(s), strict=True):
+        if value:
+            setattr(p, name, value)
     if s.stop_ids:
         p.stop_ids = pack_u32(m.u32(s.stop_ids))
     if s.bias:
@@ -24,7 +27,6 @@ def encode_sampling(s: m.Sampling) -> pb.Sampling:
         p.bias_values = pack_f32(m.f32(v for _, v in s.bias))
     if s.allowed_ids:
         p.allowed_ids = pack_u32(m.u32(s.allowed_ids))
-    return p
 
 
 def decode_sampling(p: pb.Sampling, field: str) -> m.Sampling:
@@ -74,16 +76,15 @@ def encode_plan(plan: m.StepPlan, p: pb.StepPlan) -> None:
         if column is not m.EMPTY_U32 and len(column):
             setattr(p, name, pack_u32(column))
     for a in plan.admit:
-        p.admit.add(
-            row=a.row,
-            admission_id=a.admission_id,
-            tokens=pack_u32(a.tokens),
-            length=a.length,
-            prompt_len=a.prompt_len,
-            computed_len=a.computed_len,
-            blocks=pack_u32(a.blocks),
-            sampling=encode_sampling(a.sampling),
-        )
+        added = p.admit.add()
+        added.row = a.row
+        added.admission_id = a.admission_id
+        added.tokens = pack_u32(a.tokens)
+        added.length = a.length
+        added.prompt_len = a.prompt_len
+        added.computed_len = a.computed_len
+        added.blocks = pack_u32(a.blocks)
+        encode_sampling(a.sampling, added.sampling)
     for f in plan.fork:
         p.fork.add(source_row=f.source_row, row=f.row, admission_id=f.admission_id, length=f.length, seed=f.seed)
     for e in plan.extend:

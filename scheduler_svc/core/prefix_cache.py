@@ -190,29 +190,34 @@ class PrefixCache:
         pieces: list[U32] = []
         single: list[int] = []
         while count:
-            block, tail = self._idle.popitem(last=False)
+            block, tail = next(iter(self._idle.items()))
+            if tail is not None and len(tail.blocks) > count:
+                pieces.append(self._cut(tail, count))
+                break
+            del self._idle[block]
             if tail is None:
                 del self._block_of[self._hash_of.pop(block)]
                 single.append(block)
                 count -= 1
             else:
-                pieces.append(self._cut(tail, count))
-                count -= len(pieces[-1])
+                pieces.append(self._drop(tail))
+                count -= len(tail.blocks)
         if single:
             pieces.append(np.array(single, dtype=np.uint32))
         return pieces
 
-    def _cut(self, tail: Tail, most: int) -> U32:
-        """Takes blocks off the end of a tail; what is left of it stays next."""
-        cut = tail.blocks[-most:][::-1]
-        tail.blocks = tail.blocks[:-most]
-        self._num_tail_blocks -= len(cut)
-        if len(tail.blocks):
-            self._idle[tail.first] = tail
-            self._idle.move_to_end(tail.first, last=False)
-        else:
-            siblings = self._tails[tail.parent]
-            siblings.remove(tail)
-            if not siblings:
-                del self._tails[tail.parent]
+    def _cut(self, tail: Tail, count: int) -> U32:
+        """Takes `count` blocks off the end of a tail that has more; what is left of it stays next."""
+        cut = tail.blocks[-count:][::-1]
+        tail.blocks = tail.blocks[:-count]
+        self._num_tail_blocks -= count
         return cut
+
+    def _drop(self, tail: Tail) -> U32:
+        """Forgets a tail. Returns its blocks, from the end on."""
+        self._num_tail_blocks -= len(tail.blocks)
+        siblings = self._tails[tail.parent]
+        siblings.remove(tail)
+        if not siblings:
+            del self._tails[tail.parent]
+        return tail.blocks[::-1]
