@@ -20,7 +20,8 @@ def test_zeros_begin_at_a_huge_page() -> None:
 @pytest.mark.skipif(not MAPS.exists(), reason="needs /proc")
 def test_memory_is_private() -> None:
     """Shared memory is given huge pages only where the whole system is set up for it."""
-    address = huge_zeros(HUGE_PAGE).data_ptr()
+    memory = huge_zeros(HUGE_PAGE)
+    address = memory.data_ptr()
     for line in MAPS.read_text().splitlines():
         borders, access = line.split()[:2]
         begin, end = (int(border, 16) for border in borders.split("-"))
