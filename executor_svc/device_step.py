@@ -65,6 +65,16 @@ class NarrowModel(Model, Protocol):
         ...
 
 
+@runtime_checkable
+class WholeStepModel(Model, Protocol):
+    """A model that does a whole step by itself where every sampling row takes its most likely token."""
+
+    def run_greedy(self, inputs: "StepInputs", state: RowState, cache: KvCache, slot: torch.Tensor) -> None:
+        """From the row state before the step to that after it. Writes `slot`, int64 [2, >= B]: tokens (0 where a row
+        does not sample) and status, as DeviceStep.run does."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class RowChanges:
     """Staged changes of row state, applied in the order of the fields. None: nothing of the kind. All on the device.
@@ -144,6 +154,12 @@ class StepInputs:
     num_top: int = 0
     prompts: tuple[PromptWish, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing is wanted but each sampling row's most likely token."""
+        wants_more = self.sample_plan.needs or self.raw_tokens is not None or self.prompts
+        return not wants_more and self.logprobs_at is None
+
 
 @dataclass(slots=True, eq=False)
 class StepOutputs:
@@ -188,6 +204,7 @@ class DeviceStep:
         # Logits of the last graph that goes no further, [rows of the largest bucket, vocab]; see `prepare_graphs`.
         self._logits: torch.Tensor | None = None
         self._first_slot = torch.zeros(1, dtype=torch.int64, device=state.length.device)
+        self._whole = model if isinstance(model, WholeStepModel) else None
         self._block_size = cache.shape.block_size
         self._tables = RowTables(state.block_tables, state.length, cache.shape.block_size)
 
@@ -247,6 +264,9 @@ class DeviceStep:
         """Computes the step into output slot `number`. `shape`: of the graph to replay; None: eager."""
         if shape is not None:
             return self._run_graph(inputs, number, shape)
+        if self._whole is not None and inputs.is_plain:
+            self._whole.run_greedy(inputs, self._state, self._cache, self._rings.output.values[number])
+            return StepOutputs()
         if inputs.token_at is None:
             rows, hidden, status = self._forward_decode(inputs.rows, inputs.context)
             return self._finish(inputs, number, rows, hidden, hidden, status)

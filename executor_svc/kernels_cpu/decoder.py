@@ -8,8 +8,10 @@ import torch
 
 from executor_svc.attention.base import Attend
 from executor_svc.attention.layout import StepLayout
+from executor_svc.buffers import RowState
+from executor_svc.device_step import StepInputs
 from executor_svc.host_memory import Arena
-from executor_svc.kernels_cpu.library import CChunk, CLayer, CMatrix, CModel, CShape, CStep, Library
+from executor_svc.kernels_cpu.library import CBatch, CChunk, CLayer, CMatrix, CModel, CRows, CShape, CStep, Library
 from executor_svc.kernels_cpu.packing import Blocks, Format, Packed, pack
 from executor_svc.kv_cache import KvCache
 from executor_svc.models.config import ModelConfig
@@ -167,6 +169,35 @@ class NativeDecoder:
         is_finite = torch.empty(hidden.shape[0], dtype=torch.bool)
         self.library.greedy(self._handle, hidden.data_ptr(), hidden.shape[0], tokens.data_ptr(), is_finite.data_ptr())
         return tokens, is_finite
+
+    def run_greedy(self, inputs: StepInputs, state: RowState, cache: KvCache, slot: torch.Tensor) -> None:
+        """See WholeStepModel."""
+        self._bind(cache)
+        rows = CRows(
+            state.length.data_ptr(), state.last_token.data_ptr(), state.dead.data_ptr(), state.block_tables.data_ptr(),
+            state.block_tables.shape[1], state.pad_row, cache.sink_block,
+        )  # fmt: skip
+        num_rows = inputs.rows.shape[0]
+        sampling, decoding, columns = inputs.sampling, inputs.decode_at, inputs.chunk_columns
+        batch = CBatch(
+            rows=inputs.rows.data_ptr(),
+            token_at=_address(inputs.token_at),
+            token_ids=_address(inputs.token_ids),
+            positions=_address(inputs.positions),
+            last_at=_address(inputs.last_at),
+            sampling=_address(sampling),
+            decode_tokens=_address(inputs.decode_tokens),
+            decode_at=_address(decoding),
+            chunks=_address(columns),
+            num_rows=num_rows,
+            num_tokens=num_rows if inputs.token_at is None else inputs.token_at.shape[0],
+            num_decodes=0 if decoding is None else decoding.shape[0],
+            num_chunks=0 if columns is None else columns.shape[1],
+            num_sampling=(num_rows if sampling is None else sampling.shape[0]) if inputs.samples_any else 0,
+            tokens=slot[0].data_ptr(),
+            status=slot[1].data_ptr(),
+        )
+        self.library.run(self._handle, rows, batch)
 
     def spent(self) -> dict[str, int]:
         """Ticks of the time stamp counter by part of a step, since the last call."""

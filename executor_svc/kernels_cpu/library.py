@@ -57,6 +57,22 @@ class CStep(Structure):
     ]  # fmt: skip
 
 
+class CRows(Structure):
+    _fields_: ClassVar = [
+        ("lengths", c_void_p), ("last_token", c_void_p), ("dead", c_void_p), ("block_tables", c_void_p),
+        ("table_size", c_int64), ("pad_row", c_int64), ("sink_block", c_int64),
+    ]  # fmt: skip
+
+
+class CBatch(Structure):
+    _fields_: ClassVar = [
+        ("rows", c_void_p), ("token_at", c_void_p), ("token_ids", c_void_p), ("positions", c_void_p),
+        ("last_at", c_void_p), ("sampling", c_void_p), ("decode_tokens", c_void_p), ("decode_at", c_void_p),
+        ("chunks", c_void_p), ("num_rows", c_int64), ("num_tokens", c_int64), ("num_decodes", c_int64),
+        ("num_chunks", c_int64), ("num_sampling", c_int64), ("tokens", c_void_p), ("status", c_void_p),
+    ]  # fmt: skip
+
+
 class Library:
     """The loaded kernels. Calls release the GIL."""
 
@@ -71,6 +87,7 @@ class Library:
         library.stepwire_destroy.restype = None
         library.stepwire_destroy.argtypes = [c_void_p]
         library.stepwire_forward.argtypes = [c_void_p, POINTER(CStep)]
+        library.stepwire_run.argtypes = [c_void_p, POINTER(CRows), POINTER(CBatch)]
         library.stepwire_logits.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
         library.stepwire_greedy.argtypes = [c_void_p, c_void_p, c_int, c_void_p, c_void_p]
         library.stepwire_ticks.restype = c_uint64
@@ -93,6 +110,10 @@ class Library:
 
     def forward(self, handle: int, step: CStep) -> None:
         if self._library.stepwire_forward(handle, ctypes.byref(step)):
+            raise MemoryError("the CPU kernels could not allocate their buffers")
+
+    def run(self, handle: int, rows: CRows, batch: CBatch) -> None:
+        if self._library.stepwire_run(handle, ctypes.byref(rows), ctypes.byref(batch)):
             raise MemoryError("the CPU kernels could not allocate their buffers")
 
     def logits(self, handle: int, hidden: int, rows: int, out: int) -> None:

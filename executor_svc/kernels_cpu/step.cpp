@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "batch.h"
 #include "threads.h"
 #include "weights.h"
 
@@ -40,12 +41,6 @@ struct Model {
   const float* final_norm;
   const float* rotary;      // [positions, 2, head_dim / 2]: cosines, sines
   const bf16* embedding;    // [vocab, hidden]
-};
-
-// Tokens [first, first + count) of the step, positions [start, start + count) of row *row.
-struct Chunk {
-  const int64_t* row;
-  int64_t first, count, start;
 };
 
 // A step's tokens, and what each attends to. block_tables: [rows, table_size], lengths: [rows], state by row. Decoding
@@ -125,6 +120,33 @@ class Decoder {
       add_units({table(row), step.table_size, token, 1, step.lengths[row] - 1});
     }
     team_.run([&](int id) { forward(step, rows, *members_[id], id == 0); });
+  }
+
+  // A whole step whose sampling rows take their most likely token; the row state is the next step's afterwards.
+  void run(const Rows& state, const Batch& batch) {
+    const int hidden = shape_.hidden;
+    Prepared& p = prepared_;
+    p.begin(state, batch, shape_.block_size);
+    const int64_t count = static_cast<int64_t>(p.tokens.size());
+    hidden_.grow(static_cast<size_t>(count) * hidden);
+    const bool mixed = batch.token_at != nullptr;
+    forward({p.tokens.data(), p.positions.data(), p.slots.data(), state.block_tables, state.lengths,
+             p.decode_rows.data(), mixed ? batch.decode_tokens : nullptr, p.chunks.data(), count,
+             static_cast<int64_t>(p.decode_rows.size()), state.table_size, static_cast<int64_t>(p.chunks.size()),
+             hidden_.get()});
+    p.set_status(state, batch, hidden_.get(), hidden);
+    const int sampling = static_cast<int>(batch.num_sampling);
+    if (sampling == 0) return;
+    last_.grow(static_cast<size_t>(sampling) * hidden);
+    const auto place = [&](int i) { return batch.sampling != nullptr ? batch.sampling[i] : i; };
+    for (int i = 0; i < sampling; ++i) {
+      const int64_t token = mixed ? batch.last_at[place(i)] : place(i);
+      memcpy(last_.get() + static_cast<int64_t>(i) * hidden, hidden_.get() + token * hidden, sizeof(bf16) * hidden);
+    }
+    chosen_.resize(sampling);
+    is_finite_.resize(sampling);
+    greedy(last_.get(), sampling, chosen_.data(), is_finite_.data());
+    for (int i = 0; i < sampling; ++i) p.commit(state, batch, place(i), chosen_[i], is_finite_[i]);
   }
 
   void logits(const bf16* hidden, int rows, float* out) {
@@ -390,8 +412,11 @@ class Decoder {
   Team team_;
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<Unit> units_;
+  Prepared prepared_;
+  std::vector<int64_t> chosen_;
+  std::vector<uint8_t> is_finite_;
   Buffer<float> residual_, qkv_;
-  Buffer<bf16> normed_, queries_, context_, gated_, head_in_;
+  Buffer<bf16> normed_, queries_, context_, gated_, head_in_, hidden_, last_;
   uint64_t spent_[kParts] = {};
 };
 
@@ -435,6 +460,10 @@ API void stepwire_destroy(void* decoder) { delete static_cast<stepwire::Decoder*
 
 API int stepwire_forward(void* decoder, const stepwire::Step* step) {
   return guarded([&] { static_cast<stepwire::Decoder*>(decoder)->forward(*step); });
+}
+
+API int stepwire_run(void* decoder, const stepwire::Rows* rows, const stepwire::Batch* batch) {
+  return guarded([&] { static_cast<stepwire::Decoder*>(decoder)->run(*rows, *batch); });
 }
 
 // hidden: bfloat16 [rows, hidden]; out: float [rows, vocab].
