@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 from executor_svc.kernels_cpu.compile import NoKernels, kernel_library
 
 # What `stepwire_spent` tells apart, in its order.
-PARTS: Final = ("products", "attention", "norms", "rotary", "head")
+PARTS: Final = ("products", "attention", "norms", "head")
 
 
 class CMatrix(Structure):

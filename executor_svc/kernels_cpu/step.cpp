@@ -16,10 +16,11 @@
 
 namespace stepwire {
 
-// Up to this many rows each member computes the norms of all rows for itself, which is quicker than meeting.
-constexpr int kOwnRows = 16;
+// Up to this many rows each member computes the norms of all rows for itself, which is quicker than meeting. A multiple
+// of the 32 rows that tiles read.
+constexpr int kOwnRows = 64;
 
-enum Part { kProducts, kAttention, kNorms, kRotary, kHead, kParts };
+enum Part { kProducts, kAttention, kNorms, kHead, kParts };
 
 struct Layer {
   Matrix qkv, output, gate_up, down;  // gate_up: panels hold 16 columns of gate, then the same 16 of up
@@ -104,7 +105,6 @@ class Decoder {
     const int rows = static_cast<int>(step.num_tokens), padded = rounded(rows);
     residual_.grow(static_cast<size_t>(rows) * s.hidden);
     normed_.grow(static_cast<size_t>(padded) * s.hidden);
-    qkv_.grow(static_cast<size_t>(rows) * qkv_width());
     queries_.grow(static_cast<size_t>(rows) * s.heads * s.head_dim);
     context_.grow(static_cast<size_t>(padded) * s.heads * s.head_dim);
     gated_.grow(static_cast<size_t>(padded) * s.intermediate);
@@ -210,9 +210,9 @@ class Decoder {
 
   struct Member {
     Member(const Shape& s, size_t deepest)
-        : panel(deepest * kPanel), normed(kOwnRows * 2 * s.hidden), sums(deepest / kTileDepth * kTile), space(s.head_dim) {}
+        : panel(deepest * kPanel), normed(kOwnRows * s.hidden), sums(deepest / kTileDepth * kTile), space(s.head_dim) {}
     Buffer<bf16> panel, normed;
-    Buffer<float> sums;
+    Buffer<float> sums, head;
     std::vector<Best> best;
     AttentionSpace space;
   };
@@ -223,8 +223,6 @@ class Decoder {
       for (int head = 0; head < shape_.kv_heads; ++head) units_.push_back({span, head, column});
     }
   }
-
-  int qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
 
   void forward(const Step& step, int rows, Member& me, bool first) {
     const Shape& s = shape_;
@@ -247,19 +245,9 @@ class Decoder {
     for (const Layer& layer : layers_) {
       const bf16* x = norm(layer.input_norm, rows, me);
       spent(kNorms);
-      multiply(layer.qkv, x, rows, me, [&](int at, int count, int column, const float* values) {
-        const int width = std::min(kPanel, qkv_width() - column);
-        for (int row = 0; row < count; ++row) {
-          float* to = qkv_.get() + static_cast<int64_t>(at + row) * qkv_width() + column;
-          const float* from = values + row * kPanel;
-          for (int i = 0; i < width; ++i) to[i] = from[i] + (layer.qkv.bias ? layer.qkv.bias[column + i] : 0.0f);
-        }
-      });
+      multiply_heads(layer, step, x, rows, me);
       team_.barrier();
       spent(kProducts);
-      each(rows, [&](int row) { rotate(layer, step, row); });
-      team_.barrier();
-      spent(kRotary);
       const Attention attention(cache_, s.heads / s.kv_heads, layer.window, s.scale);
       each(static_cast<int>(units_.size()), [&](int index) {
         const Unit& unit = units_[index];
@@ -361,22 +349,47 @@ class Decoder {
     return out;
   }
 
-  // One token's queries, keys and values out of its product: norms of heads where the model has them, rotation; keys
-  // and values go to their slot of the cache.
-  void rotate(const Layer& layer, const Step& step, int row) {
+  // Queries, keys and values, a head at a time, so that who multiplied a head can norm and rotate it without meeting
+  // anyone. Keys and values go to their slots of the cache.
+  void multiply_heads(const Layer& layer, const Step& step, const bf16* x, int rows, Member& me) {
     const Shape& s = shape_;
-    const float* from = qkv_.get() + static_cast<int64_t>(row) * qkv_width();
+    const Matrix& matrix = layer.qkv;
+    const int dim = s.head_dim, panels = dim / kPanel;
+    if (matrix.format == kInt4 && rows <= kTile) sum_groups(x, matrix.depth, rows, me.sums.get());
+    me.head.grow(static_cast<size_t>(rows) * dim);
+    each(s.heads + 2 * s.kv_heads, [&](int head) {
+      for (int panel = 0; panel < panels; ++panel) {
+        const int column = (head * panels + panel) * kPanel;
+        const __m512 low = matrix.bias ? _mm512_loadu_ps(matrix.bias + column) : _mm512_setzero_ps();
+        const __m512 high = matrix.bias ? _mm512_loadu_ps(matrix.bias + column + kTile) : _mm512_setzero_ps();
+        multiply_panel(matrix, column / kPanel, x, me.sums.get(), rows, reinterpret_cast<uint8_t*>(me.panel.get()),
+                       [&](int first, int count, const float* values) {
+                         float* to = me.head.get() + static_cast<int64_t>(first) * dim + panel * kPanel;
+                         for (int row = 0; row < count; ++row, to += dim, values += kPanel) {
+                           _mm512_storeu_ps(to, _mm512_add_ps(_mm512_load_ps(values), low));
+                           _mm512_storeu_ps(to + kTile, _mm512_add_ps(_mm512_load_ps(values + kTile), high));
+                         }
+                       });
+      }
+      for (int row = 0; row < rows; ++row) {
+        place_head(layer, step, row, head, me.head.get() + static_cast<int64_t>(row) * dim);
+      }
+    });
+  }
+
+  void place_head(const Layer& layer, const Step& step, int row, int head, const float* from) {
+    const Shape& s = shape_;
     const float* turn = model_.rotary + step.positions[row] * s.head_dim;
-    const int64_t slot = step.slots[row] * s.kv_heads * s.head_dim;
-    bf16* query = queries_.get() + static_cast<int64_t>(row) * s.heads * s.head_dim;
-    for (int head = 0; head < s.heads + s.kv_heads; ++head) {
-      const bool is_query = head < s.heads;
-      bf16* to = is_query ? query + head * s.head_dim : layer.keys + slot + (head - s.heads) * s.head_dim;
-      rotate_head(from + head * s.head_dim, turn, is_query ? layer.q_norm : layer.k_norm, to);
-    }
-    const float* value = from + (s.heads + s.kv_heads) * s.head_dim;
-    for (int i = 0; i < s.kv_heads * s.head_dim; i += 16) {
-      _mm256_storeu_si256((__m256i*)(layer.values + slot + i), narrow(_mm512_loadu_ps(value + i)));
+    const int64_t slot = step.slots[row] * s.kv_heads;
+    const int kv_head = head - s.heads, value_head = kv_head - s.kv_heads;
+    if (kv_head < 0) {
+      const int64_t at = static_cast<int64_t>(row) * s.heads + head;
+      rotate_head(from, turn, layer.q_norm, queries_.get() + at * s.head_dim);
+    } else if (value_head < 0) {
+      rotate_head(from, turn, layer.k_norm, layer.keys + (slot + kv_head) * s.head_dim);
+    } else {
+      bf16* to = layer.values + (slot + value_head) * s.head_dim;
+      for (int i = 0; i < s.head_dim; i += 16) _mm256_storeu_si256((__m256i*)(to + i), narrow(_mm512_loadu_ps(from + i)));
     }
   }
 
@@ -415,7 +428,7 @@ class Decoder {
   Prepared prepared_;
   std::vector<int64_t> chosen_;
   std::vector<uint8_t> is_finite_;
-  Buffer<float> residual_, qkv_;
+  Buffer<float> residual_;
   Buffer<bf16> normed_, queries_, context_, gated_, head_in_, hidden_, last_;
   uint64_t spent_[kParts] = {};
 };
@@ -478,6 +491,6 @@ API int stepwire_greedy(void* decoder, const uint16_t* hidden, int rows, int64_t
 
 API uint64_t stepwire_ticks() { return stepwire::ticks(); }
 
-// Ticks of products, attention, norms, rotary and head since the last call: uint64 [5].
+// Ticks of products (rotation included), attention, norms and head since the last call: uint64 [4].
 API void stepwire_spent(void* decoder, uint64_t* out) { static_cast<stepwire::Decoder*>(decoder)->take_spent(out); }
 }
