@@ -18,7 +18,7 @@ struct Chunk {
 // State by row; row `pad_row`, the last, is what padding reads and writes.
 struct Rows {
   int64_t *lengths, *last_token;
-  uint8_t* dead;
+  int32_t* dead;
   const int32_t* block_tables;
   int64_t table_size, pad_row, sink_block;
 };
