@@ -29,7 +29,6 @@ from bench.serving import commit
 from common.messages import Admit, Hello, Sampling, StepPlan, StepResult, u32
 from common.model_files.catalog import resolve
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
-from executor_svc.device_step import Model
 from executor_svc.kernels_cpu.decoder import NativeDecoder
 from executor_svc.kernels_cpu.library import load_library
 from executor_svc.kernels_cpu.load import load_native
@@ -37,6 +36,7 @@ from executor_svc.kernels_cpu.packing import Format
 from executor_svc.loader.load import load_model, model_config
 from executor_svc.models.decoder import Decoder
 from executor_svc.runner import Runner
+from executor_svc.step_model import Model
 
 CASES: Final = ("decode-1", "decode-8", "decode-32", "prefill-128", "prefill-512")
 FORMATS: Final = {"auto": None, "dense": Format.DENSE, "int8": Format.INT8, "int4": Format.INT4}

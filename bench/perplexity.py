@@ -24,13 +24,13 @@ from common.model_files.description import ModelFiles
 from executor_svc.attention.layout import AttentionBackend, AttentionShape, PrefillPart, RowTables, StepLayout
 from executor_svc.attention.torch_paged import TorchPagedAttention
 from executor_svc.build import make_ops
-from executor_svc.device_step import Model
 from executor_svc.kernels_cpu.decoder import NativeAttention
 from executor_svc.kernels_cpu.library import load_library
 from executor_svc.kernels_cpu.load import load_native
 from executor_svc.kernels_cpu.packing import Format
 from executor_svc.kv_cache import KvCache, KvShape
 from executor_svc.loader.load import load_model, model_config
+from executor_svc.step_model import Model
 
 WINDOW: Final = 512
 CONTEXT: Final = 64

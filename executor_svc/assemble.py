@@ -9,7 +9,6 @@ from common.errors import ConfigError
 from common.model_files.description import ModelFiles, Progress
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
-from executor_svc.device_step import Model
 from executor_svc.environment import cgroup_cpus
 from executor_svc.kernels_cpu.compile import NoKernels
 from executor_svc.kernels_cpu.decoder import unsupported
@@ -19,6 +18,7 @@ from executor_svc.kernels_cpu.packing import Format
 from executor_svc.loader.load import load_model, model_config, model_dtype
 from executor_svc.numerics import can_pack
 from executor_svc.runner import Runner
+from executor_svc.step_model import Model
 from executor_svc.streams import Device
 from executor_svc.weights_fit import check_weights_fit, loaded_bytes, native_bytes, room_on
 

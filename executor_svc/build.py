@@ -14,7 +14,7 @@ from executor_svc.attention.registry import make_backend
 from executor_svc.buffers import RowState, StepRings
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.cuda_device import CudaDevice
-from executor_svc.device_step import DeviceStep, Model
+from executor_svc.device_step import DeviceStep
 from executor_svc.environment import why_no_triton
 from executor_svc.graph_cache import GraphCache, context_buckets
 from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder
@@ -32,6 +32,7 @@ from executor_svc.models.decoder import Decoder, LayerWeights
 from executor_svc.numerics import ExactOps, FastOps, can_pack
 from executor_svc.runner import Runner
 from executor_svc.step_kernels import step_kernels
+from executor_svc.step_model import Model
 from executor_svc.streams import Device, Stream
 
 log = logging.getLogger(__name__)
@@ -230,8 +231,8 @@ def _warm_up(
         for rows in sorted({1, min(8, max_num_seqs), max_num_seqs}, reverse=True):
             for full in (False, True) if on_cuda else (False,):
                 step.run_padding(rows, full=full)
-            if on_cuda:  # where kernels are compiled when they are first used
-                step.run_padding(rows, max(1, max_tokens - rows + 1))
+                if on_cuda:  # where kernels are compiled when they are first used, each for every way to call it
+                    step.run_padding(rows, max(1, max_tokens - rows + 1), full=full)
 
     def capture() -> None:
         before = (time.perf_counter(), cuda_free(torch_device) if on_cuda else 0)

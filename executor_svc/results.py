@@ -19,9 +19,9 @@ from common.messages import (
     f32,
     u32,
 )
-from executor_svc.device_step import FAILED, FINE, StepInputs
 from executor_svc.input_batch import Batch
 from executor_svc.rows import HostRow
+from executor_svc.step_inputs import FAILED, FINE, StepInputs
 
 # An output with its place in the batch.
 Placed = tuple[Logprobs, tuple[Output, ...]]

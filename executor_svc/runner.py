@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from common.clock import Clock, SystemClock
 from common.messages import ExecutorInfo, Hello, PlanErrorCode, StepMode, StepPlan, StepResult, Timings
 from executor_svc.buffers import OutputSlot, RowState, StepRings
-from executor_svc.device_step import DeviceStep, StepInputs, StepOutputs
+from executor_svc.device_step import DeviceStep
 from executor_svc.graph_cache import GraphCache, GraphShape, Variant
 from executor_svc.input_batch import Batch, make_batch
 from executor_svc.kv_cache import KvCache
@@ -24,6 +24,7 @@ from executor_svc.results import collect_outputs, make_result
 from executor_svc.rows import HostRow, RowBook
 from executor_svc.staging import Stager
 from executor_svc.step_executor import PlanRefused, refused
+from executor_svc.step_inputs import StepInputs, StepOutputs
 from executor_svc.streams import Device, Event, Fence, Stream
 
 

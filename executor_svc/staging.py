@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 
 from common.messages import StepPlan
 from executor_svc.buffers import FREQUENCY, MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, StagingSlot
-from executor_svc.device_step import Chunk, PromptWish, RowChanges, StepInputs
 from executor_svc.input_batch import Batch
+from executor_svc.row_changes import RowChanges
 from executor_svc.row_layout import RowLayout, RowRecord
 from executor_svc.rows import HostRow, RowBook, RowNeeds
 from executor_svc.sampler import GREEDY, SamplePlan, seed_to_int64
+from executor_svc.step_inputs import Chunk, PromptWish, StepInputs
 
 # What a row's logits are changed by.
 _CHANGES = RowNeeds.PENALTIES | RowNeeds.BIAS | RowNeeds.MIN_TOKENS

@@ -8,7 +8,7 @@ from executor_svc.buffers import RowState
 from executor_svc.kv_cache import KvCache
 
 _BLOCK = 256
-# The status of executor_svc/device_step.py.
+# The status of executor_svc/step_inputs.py.
 FINE, PADDING = tl.constexpr(1), tl.constexpr(2)
 
 

@@ -29,7 +29,7 @@ MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX2 = tl.constexpr(0x94D049BB133111EB)
 PURPOSE = tl.constexpr(0xD1B54A32D192ED03)
 
-# Columns of RowState.floats and RowState.ints, and the results' status (executor_svc/buffers.py, device_step.py).
+# Columns of RowState.floats and RowState.ints, and the results' status (executor_svc/buffers.py, step_inputs.py).
 TEMPERATURE, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 REPETITION, PRESENCE, FREQUENCY = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 FLOATS, SEED, TOP_K, INTS = tl.constexpr(6), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -9,7 +9,6 @@ import torch
 from executor_svc.attention.base import Attend
 from executor_svc.attention.layout import StepLayout
 from executor_svc.buffers import RowState
-from executor_svc.device_step import StepInputs
 from executor_svc.host_memory import Arena
 from executor_svc.kernels_cpu.library import CBatch, CChunk, CLayer, CMatrix, CModel, CRows, CShape, CStep, Library
 from executor_svc.kernels_cpu.packing import Blocks, Format, Packed, pack
@@ -17,6 +16,7 @@ from executor_svc.kv_cache import KvCache
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import DecoderWeights
 from executor_svc.models.rope import RotaryTable
+from executor_svc.step_inputs import StepInputs
 
 # The pieces a field of LayerWeights (or, for layer -1, of DecoderWeights) is made of, in order; none: it has no such
 # field.
@@ -121,7 +121,7 @@ def pack_decoder(config: ModelConfig, weights: DecoderWeights, wanted: Format | 
 
 
 class NativeDecoder:
-    """A Model (executor_svc.device_step). Works with the first cache it meets and with NativeAttention alone."""
+    """A Model (executor_svc.step_model). Works with the first cache it meets and with NativeAttention alone."""
 
     def __init__(
         self, config: ModelConfig, weights: NativeWeights, library: Library, *, threads: int, max_positions: int = 0

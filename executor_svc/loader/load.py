@@ -46,23 +46,40 @@ def load_model(
     `dtype` as they arrive. Raises ModelError naming file and tensor.
     """
     config = model_config(files)
+    with open_source(files, device) as source, torch.inference_mode():
+        weights = load_weights(
+            config, source, dtype=dtype, device=device, name=files.description.id, where=str(files.path),
+            progress=progress,
+        )  # fmt: skip
+    return Decoder(config, weights, ops, max_positions=max_positions)
+
+
+def load_weights(
+    config: ModelConfig,
+    source: TensorSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str = "",
+    where: str = "",
+    progress: Progress = no_progress,
+) -> DecoderWeights:
+    """All that `config` names, out of `source`. name, where: of the model, for people."""
     wanted = list(parts(config))
     weights = _Builder(config, wanted, dtype, device)
     total = sum(_numel(part) for part in wanted) * dtype.itemsize
     done = 0
-    with open_source(files, device) as source, torch.inference_mode():
-        for part in wanted:
-            weights.place(part, _read(source, part, files))
-            done += _numel(part) * dtype.itemsize
-            progress(f"loading {files.description.id}", done, total)
-        divisors = source.rope_divisors(config.head_dim)
-    return Decoder(config, weights.finish(divisors), ops, max_positions=max_positions)
+    for part in wanted:
+        weights.place(part, _read(source, part, where))
+        done += _numel(part) * dtype.itemsize
+        progress(f"loading {name}", done, total)
+    return weights.finish(source.rope_divisors(config.head_dim))
 
 
-def _read(source: TensorSource, part: Part, files: ModelFiles) -> torch.Tensor:
+def _read(source: TensorSource, part: Part, where: str) -> torch.Tensor:
     tensor = source.read(part)
     if tuple(tensor.shape) != part.shape:
-        raise ModelError(f"{files.path}: tensor {part.hf_name} came out as {list(tensor.shape)}")
+        raise ModelError(f"{where}: tensor {part.hf_name} came out as {list(tensor.shape)}")
     return tensor
 
 

@@ -12,7 +12,6 @@ from executor_svc.kernels_cpu.compile import NoKernels
 from executor_svc.kernels_cpu.decoder import NativeDecoder, pack_decoder
 from executor_svc.kernels_cpu.library import load_library
 from executor_svc.kernels_cpu.packing import Format
-from executor_svc.loader.random import random_decoder
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder
 from executor_svc.numerics import ExactOps, FastOps
@@ -21,6 +20,7 @@ from executor_svc.step_executor import StepExecutor
 from executor_svc.streams import Device
 from tests.contract.late_device import LateDevice
 from tests.fakes.toy_executor import ToyExecutor, toy_info
+from tests.random_model import random_decoder, random_weights
 
 VOCAB = 97
 BLOCK_SIZE = 4
@@ -54,9 +54,7 @@ def tiny_model(
 ) -> Decoder:
     """Random weights, wide enough apart that no token hangs on a last bit."""
     where = device or torch.device("cpu")
-    model = random_decoder(
-        tiny_config(window=window), dtype=torch.float32, device=torch.device("cpu"), ops=ops, scale=0.3
-    )
+    model = random_decoder(tiny_config(window=window), ops, scale=0.3)
     if nan_token:
         model.weights.embedding[NAN_TOKEN] = torch.nan
     if where.type != "cpu":
@@ -120,7 +118,7 @@ def native_runner(*, nan_token: bool = False) -> Runner:
         pytest.skip(str(error))
     config = replace(tiny_config(), intermediate_size=64, head_dim=32)
     ops = make_ops("fast")
-    weights = random_decoder(config, dtype=torch.float32, device=torch.device("cpu"), ops=ops, scale=0.3).weights
+    weights = random_weights(config, scale=0.3)
     if nan_token:
         weights.embedding[NAN_TOKEN] = torch.nan
     return build_runner(

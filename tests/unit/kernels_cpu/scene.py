@@ -15,16 +15,16 @@ from executor_svc.attention.layout import (
     StepLayout,
 )
 from executor_svc.attention.torch_paged import TorchPagedAttention
-from executor_svc.device_step import Model
 from executor_svc.kernels_cpu.compile import NoKernels
 from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder, pack_decoder
 from executor_svc.kernels_cpu.library import Library, load_library
 from executor_svc.kernels_cpu.packing import Format, quantise
 from executor_svc.kv_cache import KvCache, KvShape
-from executor_svc.loader.random import random_weights
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder, DecoderWeights, LayerWeights
 from executor_svc.numerics import FastOps
+from executor_svc.step_model import Model
+from tests.random_model import random_weights
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 96
@@ -58,7 +58,7 @@ class Case:
 
     def weights(self) -> DecoderWeights:
         """Matrices hold what the format can say, so that both sides multiply with the same numbers."""
-        weights = random_weights(self.config(), dtype=torch.float32, device=CPU, scale=0.1)
+        weights = random_weights(self.config(), scale=0.1)
         for layer in weights.layers:
             for name in LayerWeights.__slots__:
                 tensor = getattr(layer, name)
