@@ -8,9 +8,7 @@ in `Replay`. FLAGS are the executor's own.
 
 import json
 import logging
-import os
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from executor_svc.app import ServeOptions, serve
 from executor_svc.config import ExecutorConfig
 from executor_svc.environment import prepare_environment
 from executor_svc.load_progress import LogProgress
+from executor_svc.process_end import leave
 from executor_svc.session import SessionLimits
 from executor_svc.step_executor import StepExecutor
 
@@ -128,8 +127,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    if any(thread.daemon for thread in threading.enumerate()):
-        logging.shutdown()
-        os._exit(status)
-    sys.exit(status)
+    leave(main(sys.argv[1:]))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-_REPEATS = 5
+from executor_svc.graph_timing import replayed_ms
+
 # Calls in one graph: enough for tens of microseconds even of the smallest kernel.
 _LEAST_CALLS = 32
 
@@ -33,27 +34,9 @@ def time_us(calls: Sequence[Callable[[], object]], *, least_calls: int = _LEAST_
     stream.wait_stream(torch.cuda.current_stream())
     rounds = max(1, -(-least_calls // len(calls)))
     with torch.cuda.stream(stream):
-        calls[0]()  # compiled, or chosen, outside of the capture
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            for _ in range(rounds):
-                for call in calls:
-                    call()
-        finally:
-            graph.capture_end()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        graph.replay()
-        best = float("inf")
-        for _ in range(_REPEATS):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end))
+        us = replayed_ms(calls, rounds) * 1e3
     torch.cuda.current_stream().wait_stream(stream)
-    return best * 1e3 / (rounds * len(calls))
+    return us
 
 
 def measure_bounds(device: torch.device) -> Bounds:

@@ -1,12 +1,10 @@
 """`python -P -m executor_svc`: the executor process. Flags: see executor_svc/config.py or --help."""
 
-import logging
-import os
 import sys
-import threading
 from pathlib import Path
 
 import common
+from executor_svc.process_end import leave
 
 
 def main(argv: list[str]) -> int:
@@ -54,9 +52,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    if any(thread.daemon for thread in threading.enumerate()):
-        # A load or a device step that nobody waits for any more must not hold or crash the interpreter's end.
-        logging.shutdown()
-        os._exit(status)
-    sys.exit(status)
+    leave(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
+from executor_svc.graph_timing import replayed_ms
 from executor_svc.kernels import activation, norm
 from executor_svc.kernels.skinny import CANDIDATES, MAX_ROWS, SkinnyConfig, skinny_linear
 from executor_svc.numerics import FastOps
@@ -17,7 +18,6 @@ log = logging.getLogger(__name__)
 _ROW_COUNTS: Final = (1, 2, 4, 8, MAX_ROWS)
 # A measurement goes through more weights than the device's cache holds, several times.
 _CACHE_BYTES: Final = 128 << 20
-_REPEATS: Final = 5
 
 
 class TritonOps(FastOps):
@@ -77,26 +77,7 @@ class TritonOps(FastOps):
 
 
 def _time_ms(product: Callable[[torch.Tensor], torch.Tensor], weights: list[torch.Tensor]) -> float:
-    """Milliseconds of one product, replayed from a graph so that launching it costs nothing."""
+    """Milliseconds of one product."""
     one = weights[0].numel() * weights[0].element_size()
     rounds = max(1, -(-_CACHE_BYTES // (one * len(weights))))
-    product(weights[0])  # compiled, or chosen, outside of the capture
-    torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        for _ in range(rounds):
-            for weight in weights:
-                product(weight)
-    finally:
-        graph.capture_end()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    graph.replay()
-    best = float("inf")
-    for _ in range(_REPEATS):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end))
-    return best / (rounds * len(weights))
+    return replayed_ms([lambda w=weight: product(w) for weight in weights], rounds)  # type: ignore[misc]
