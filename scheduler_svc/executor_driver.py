@@ -180,6 +180,7 @@ class ExecutorDriver:
             if not refused:
                 self._tell("lost", self._last_error or "closed properly")
             self._host.executors_changed()
+            self._host.fill_all()  # others take over what ran here; an idle one would hear of it from nobody else
             await stream.close()
         return refused
 

@@ -1,7 +1,7 @@
 """Which public calls get a server span. The span itself is made by OpenTelemetry's gRPC instrumentation."""
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final
 
 import grpc
@@ -27,6 +27,8 @@ TRACED_METHODS: Final = frozenset(
         "/vllm.grpc.engine.VllmEngine/Abort",
     }
 )
+
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class CallSampler:
@@ -70,7 +72,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         if handler_call_details.method not in TRACED_METHODS:
@@ -81,7 +83,43 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             MAX_REQUEST_SPANS if handler_call_details.method.endswith("/Generate") else 1,
         )
         if unsampled is None:
-            return await self._instrumentation.intercept_service(continuation, handler_call_details)
+            return await self._in_span(continuation, handler_call_details)
         # The handler runs in this task, so it sees the decision, and the context dies with the task.
         attach(trace.set_span_in_context(trace.NonRecordingSpan(span_context(unsampled, remote=True))))
         return await continuation(handler_call_details)
+
+    async def _in_span(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """gRPC leaves the generator of a stream suspended when its call is cancelled while a message is being written.
+        The garbage collector would then end the span, outside the context it was begun in, which OpenTelemetry logs as
+        an error. A coroutine that writes is cancelled with its call, and ends both generators where they were begun."""
+        served: list[AsyncGenerator[Any, None]] = []
+
+        async def remembering(details: grpc.HandlerCallDetails) -> Any:
+            handler = await continuation(details)
+            if handler is None or not handler.response_streaming:
+                return handler
+
+            def begin(request: Any, context: Any) -> AsyncGenerator[Any, None]:
+                served.append(handler.unary_stream(request, context))
+                return served[0]
+
+            return grpc.unary_stream_rpc_method_handler(
+                begin, handler.request_deserializer, handler.response_serializer
+            )
+
+        handler = await self._instrumentation.intercept_service(remembering, handler_call_details)
+        if handler is None or not handler.response_streaming:
+            return handler
+
+        async def write_all(request: Any, context: Any) -> None:
+            in_span = handler.unary_stream(request, context)
+            try:
+                async for message in in_span:
+                    await context.write(message)
+            finally:
+                for stream in (*served, in_span):  # what serves the call first: it writes its end onto the span
+                    await stream.aclose()
+
+        return grpc.unary_stream_rpc_method_handler(
+            write_all, handler.request_deserializer, handler.response_serializer
+        )

@@ -145,6 +145,11 @@ class ToyExecutor:
     def rows_in_use(self) -> int:
         return len(self._rows)
 
+    def forget_admissions(self) -> None:
+        """All that a toy keeps of what is over: from now on an admission id used twice is noticed among later ones."""
+        with self._lock:
+            self._seen_admissions.clear()
+
     def begin_epoch(self, hello: Hello) -> bool:
         with self._lock:
             for step in self._pending:

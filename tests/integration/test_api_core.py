@@ -25,6 +25,9 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine_loop import EngineLoop, EngineOptions
 from scheduler_svc.executor_driver import DriverOptions
 from scheduler_svc.messages import ExecutorStats
+from scheduler_svc.metrics.beside import Beside
+from scheduler_svc.metrics.observer import MetricsObserver
+from scheduler_svc.tracing import Tracing
 from stepwire.v1 import inference_pb2 as pb
 from stepwire.v1 import inference_pb2_grpc
 from tests.fakes.toy_executor import ToyExecutor, toy_info
@@ -60,6 +63,7 @@ class Whole:
     engine: EngineLoop
     worker: ApiWorker
     channel: grpc.aio.Channel
+    target: str
 
     @property
     def stub(self) -> Any:
@@ -90,20 +94,30 @@ async def whole(
     options: ApiOptions | None = None,
     core: CoreConfig | None = None,
     channel_args: Sequence[tuple[str, Any]] = (),
+    tracing: Tracing = Tracing(),  # noqa: B008 - switched off it has no state
 ) -> AsyncIterator[Whole]:
     driver = DriverOptions(b"s" * 16, 2, QUICK_STREAM, first_backoff_s=0.02, max_backoff_s=0.1)
     clock = SystemClock()
-    engine = EngineLoop(Scheduler(core or CoreConfig()), EngineOptions((address,), driver), clock)
+    observer = Beside(tracing.observer, MetricsObserver())
+    engine = EngineLoop(Scheduler(core or CoreConfig()), EngineOptions((address,), driver), clock, observer)
     worker = ApiWorker(clock)
     worker.connect(engine.add_worker(worker))
-    server = build_server(options or ApiOptions(listen=ANYWHERE), worker, NumberTokenizer(), ServedModel())
+    server = build_server(
+        options or ApiOptions(listen=ANYWHERE),
+        worker,
+        NumberTokenizer(),
+        ServedModel(),
+        tracing.interceptors,
+        tracing.request_tracer,
+    )
     args = [*channel_options(PUBLIC_MAX_MESSAGE_BYTES), *channel_args]
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=args)
+    target = f"127.0.0.1:{server.port}"
+    channel = grpc.aio.insecure_channel(target, options=args)
     await server.start()
     engine.start()
     try:
         await until(lambda: worker.state.ready)
-        yield Whole(engine, worker, channel)
+        yield Whole(engine, worker, channel, target)
     finally:
         await channel.close()
         await server.stop()

@@ -29,7 +29,7 @@ from scheduler_svc.observer import StepRecord
 from stepwire.executor.v1 import executor_pb2_grpc as pb_grpc
 from tests.fakes.toy_executor import ToyExecutor, crashed, toy_info
 from tests.integration.engine_harness import QUICK_STREAM, assert_oracle, engine, oracle, prompts, seeded, submit_all
-from tests.integration.protocol_harness import run, serving, until
+from tests.integration.protocol_harness import held_by, run, serving, until
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -92,6 +92,29 @@ def test_two_executors_share_the_work() -> None:
             await worker.done(submit_all(worker, 40))
             assert_oracle(worker, 40)
             assert all(e.steps > 0 for e in loop.stats().executors)
+
+    run(main())
+
+
+def test_an_idle_executor_takes_over_from_one_that_is_lost() -> None:
+    """Nobody asks the scheduler for anything meanwhile: the loss itself has to make it plan elsewhere."""
+
+    async def main() -> None:
+        gate = threading.Event()
+        async with (
+            serving(ToyExecutor(on_wait=held_by(gate))) as one,
+            serving(ToyExecutor()) as two,
+            engine(one.address, two.address) as (loop, worker),
+        ):
+            await until(lambda: all(e.connected for e in loop.stats().executors))
+            worker.submit(1, prompts(1)[0], seeded(1))
+            await until(lambda: loop.stats().executors[0].in_flight_steps > 0)
+            assert one.server is not None
+            await one.server.stop(None)
+            gate.set()
+            await worker.done([1])
+            assert_oracle(worker, 1)
+            assert [e.connected for e in loop.stats().executors] == [False, True]
 
     run(main())
 
