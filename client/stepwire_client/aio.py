@@ -1,6 +1,7 @@
 """The asynchronous client: the same calls as `Client`, for one event loop."""
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -73,7 +74,8 @@ class AsyncStream(Generic[T]):
         self._give_up_at = None if deadline is None else self._loop.time() + deadline
         self._retry = retry
         self._pauses = retry.pauses()
-        self._closed = self._done = self._begun = False
+        self._closed = asyncio.Event()
+        self._done = self._begun = False
         self._call = start(deadline)
 
     def __aiter__(self) -> Self:
@@ -83,7 +85,7 @@ class AsyncStream(Generic[T]):
         while not self._ready:
             if self._done:
                 raise StopAsyncIteration
-            if self._closed:
+            if self._closed.is_set():
                 raise Cancelled("the stream was closed", reason="CLIENT_CLOSED")
             try:
                 message = await self._call.read()
@@ -92,7 +94,7 @@ class AsyncStream(Generic[T]):
                 continue
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if self._closed and not (task and task.cancelling()):  # the call was cancelled, not this task
+                if self._closed.is_set() and not (task and task.cancelling()):  # the call was cancelled, not this task
                     raise Cancelled("the stream was closed", reason="CLIENT_CLOSED") from None
                 raise
             if message is grpc.aio.EOF:
@@ -107,19 +109,21 @@ class AsyncStream(Generic[T]):
         return None if self._give_up_at is None else self._give_up_at - self._loop.time()
 
     async def _again_or_raise(self, error: StepwireError) -> None:
-        """Starts the call anew after a pause, if nothing had come yet and that may help."""
+        """Starts the call anew after a pause, which `close` ends, if nothing had come yet and that may help."""
         pause = None
-        if not (self._begun or self._closed):
+        if not (self._begun or self._closed.is_set()):
             pause = pause_before_retry(error, self._retry, self._pauses, self._time_left())
         if pause is None:
-            self._done = not self._closed
+            self._done = not self._closed.is_set()
             raise error from None
-        await asyncio.sleep(pause)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), pause)
+            return
         self._call = self._start(self._time_left())
 
     def close(self) -> None:
         """Cancels the call unless it is over. Idempotent."""
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     async def __aenter__(self) -> Self:

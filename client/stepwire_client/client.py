@@ -1,6 +1,7 @@
 """The synchronous client. Safe to share between threads; each stream belongs to the thread that reads it."""
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,8 @@ class Stream(Generic[T]):
         self._give_up_at = None if deadline is None else time.monotonic() + deadline
         self._retry = retry
         self._pauses = retry.pauses()
-        self._closed = self._done = self._begun = False
+        self._closed = threading.Event()
+        self._done = self._begun = False
         self._call = start(deadline)
 
     def __iter__(self) -> Self:
@@ -82,7 +84,7 @@ class Stream(Generic[T]):
         while not self._ready:
             if self._done:
                 raise StopIteration
-            if self._closed:
+            if self._closed.is_set():
                 raise Cancelled("the stream was closed", reason="CLIENT_CLOSED")
             try:
                 message = next(self._call)
@@ -97,18 +99,23 @@ class Stream(Generic[T]):
         return self._ready.popleft()
 
     def _again_or_raise(self, error: StepwireError) -> None:
-        """Starts the call anew after a pause, if nothing had come yet and that may help."""
+        """Starts the call anew after a pause, which `close` ends, if nothing had come yet and that may help."""
         left = None if self._give_up_at is None else self._give_up_at - time.monotonic()
-        pause = None if self._begun or self._closed else pause_before_retry(error, self._retry, self._pauses, left)
+        pause = None
+        if not (self._begun or self._closed.is_set()):
+            pause = pause_before_retry(error, self._retry, self._pauses, left)
         if pause is None:
-            self._done = not self._closed
+            self._done = not self._closed.is_set()
             raise error from None
-        time.sleep(pause)
+        if self._closed.wait(pause):
+            return
         self._call = self._start(None if self._give_up_at is None else self._give_up_at - time.monotonic())
+        if self._closed.is_set():  # meanwhile, so `close` had the call before
+            self._call.cancel()
 
     def close(self) -> None:
         """Cancels the call unless it is over. Idempotent; any thread."""
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     def __enter__(self) -> Self:

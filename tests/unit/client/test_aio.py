@@ -138,6 +138,31 @@ def test_closing_from_another_task_ends_the_reader() -> None:
     run(scenario)
 
 
+def test_closing_ends_the_pause_before_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: FakeInference, client: sw.AsyncClient) -> None:
+        pausing = asyncio.Event()
+
+        def long_pause(*_: object) -> float:
+            pausing.set()
+            return 3600.0
+
+        def down(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+            fail(context, grpc.StatusCode.UNAVAILABLE, "down")
+            yield from ()
+
+        monkeypatch.setattr("stepwire_client.aio.pause_before_retry", long_pause)
+        server.script = down
+        stream = client.generate("x")
+        reader = asyncio.ensure_future(anext(stream))
+        await pausing.wait()
+        stream.close()
+        with pytest.raises(sw.Cancelled):
+            await reader
+        assert len(server.requests) == 1
+
+    run(scenario)
+
+
 def test_deadline() -> None:
     async def scenario(server: FakeInference, client: sw.AsyncClient) -> None:
         server.script = endless

@@ -3,7 +3,9 @@
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,32 @@ def test_a_retry_that_would_pass_the_deadline_is_not_waited_for(served: tuple[Fa
             client.complete("x", deadline=deadline)
         assert caught.value.retry_after == 3600
     assert len(server.requests) == 2
+
+
+def test_closing_ends_the_pause_before_a_retry(
+    served: tuple[FakeInference, sw.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = served
+    pausing = threading.Event()
+
+    def long_pause(*_: object) -> float:
+        pausing.set()
+        return 3600.0
+
+    def down(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        fail(context, grpc.StatusCode.UNAVAILABLE, "down")
+        yield from ()
+
+    monkeypatch.setattr("stepwire_client.client.pause_before_retry", long_pause)
+    server.script = down
+    stream = client.generate("x")
+    with futures.ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(next, stream)
+        assert pausing.wait(10)
+        stream.close()
+        with pytest.raises(sw.Cancelled):
+            reader.result(10)
+    assert len(server.requests) == 1
 
 
 def test_nothing_is_retried_after_the_first_message(served: tuple[FakeInference, sw.Client]) -> None:
