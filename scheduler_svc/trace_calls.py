@@ -107,7 +107,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):
                 begin, handler.request_deserializer, handler.response_serializer
             )
 
-        handler = await self._instrumentation.intercept_service(remembering, handler_call_details)
+        handler: Any = await self._instrumentation.intercept_service(remembering, handler_call_details)
         if handler is None or not handler.response_streaming:
             return handler
 
