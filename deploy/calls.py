@@ -165,5 +165,5 @@ def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(v)}" for name, v in value.items() if v is not None) or "-"
     if isinstance(value, tuple | list):
-        return ", ".join(map(str, value)) or "-"
+        return ("; " if any(isinstance(v, dict) for v in value) else ", ").join(map(_plain, value)) or "-"
     return "-" if value is None else str(value)

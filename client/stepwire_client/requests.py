@@ -1,7 +1,9 @@
 """From keyword arguments to request messages, and from stream messages to events. No I/O."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+from google.protobuf.message import Message as Proto
 
 from stepwire_client._gen.stepwire.v1 import inference_pb2 as pb
 from stepwire_client.errors import BrokenStream
@@ -18,6 +20,8 @@ from stepwire_client.types import (
     decode_finished,
     decode_started,
 )
+
+M = TypeVar("M", bound=Proto)
 
 ChatMessages = Sequence[Message | Mapping[str, str]]
 
@@ -51,7 +55,8 @@ def generate_request(
     stream: bool,
     options: GenerateOptions,
 ) -> pb.GenerateRequest:
-    """Raises ValueError unless exactly one input is given, TypeError for an option that does not exist."""
+    """Raises ValueError unless exactly one input is given, TypeError for an option that does not exist, either of them,
+    naming the option, for a value that it can not have."""
     if sum(given is not None for given in (text, messages, token_ids)) != 1:
         raise ValueError("give exactly one of text, messages and token_ids")
     values = {name: value for name, value in cast("dict[str, Any]", options).items() if value is not None}
@@ -64,20 +69,39 @@ def generate_request(
 
     if messages is None and (misplaced := chosen(_CHAT)):
         raise ValueError(f"{', '.join(misplaced)}: only with messages")
-    request = pb.GenerateRequest(
-        sampling=pb.SamplingParams(**chosen(_SAMPLING)),
-        stop=pb.StopConditions(**chosen(_STOP)),
-        output=pb.OutputOptions(**chosen(_OUTPUT)),
-        stream=stream,
-        **chosen(_REQUEST),
+    if isinstance(values.get("stop_strings"), str):  # each of its characters would stop the answer
+        raise TypeError("stop_strings: a list of texts, not one text")
+    request = _filled(
+        pb.GenerateRequest,
+        {
+            "sampling": _filled(pb.SamplingParams, chosen(_SAMPLING)),
+            "stop": _filled(pb.StopConditions, chosen(_STOP)),
+            "output": _filled(pb.OutputOptions, chosen(_OUTPUT)),
+            "stream": stream,
+            **chosen(_REQUEST),
+        },
     )
     if text is not None:
-        request.text = text
+        request.MergeFrom(_filled(pb.GenerateRequest, {"text": text}))
     elif messages is not None:
         request.chat.CopyFrom(chat_input(messages, **chosen(_CHAT)))
     else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+        request.token_ids.CopyFrom(_filled(pb.TokenIds, {"ids": token_ids}, "token_ids."))
     return request
+
+
+def _filled(kind: type[M], values: dict[str, Any], within: str = "") -> M:
+    """A message with these fields. protobuf's own errors do not say which of them it can not take."""
+    try:
+        return kind(**values)
+    except (TypeError, ValueError):
+        for name, value in values.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError) as error:
+                raised = TypeError if isinstance(error, TypeError) else ValueError
+                raise raised(f"{within}{name}: {error}") from None
+        raise
 
 
 class EventReader:

@@ -63,20 +63,26 @@ def test_chat_takes_messages_and_mappings(served: tuple[FakeInference, sw.Client
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("arguments", "error", "names"),
     [
-        ({}, ValueError),
-        ({"text": "a", "token_ids": [1]}, ValueError),
-        ({"text": "a", "template": "t"}, ValueError),
-        ({"messages": [{"role": "user"}]}, ValueError),
-        ({"text": "a", "tempersture": 1}, TypeError),
+        ({}, ValueError, "exactly one"),
+        ({"text": "a", "token_ids": [1]}, ValueError, "exactly one"),
+        ({"text": "a", "template": "t"}, ValueError, "template"),
+        ({"messages": [{"role": "user"}]}, ValueError, "role and content"),
+        ({"text": "a", "tempersture": 1}, TypeError, "tempersture"),
+        ({"text": "a", "stop_strings": "END"}, TypeError, "stop_strings: a list"),
+        ({"text": "a", "max_tokens": 1 << 40}, ValueError, "max_tokens: "),
+        ({"text": "a", "top_k": 1.5, "top_p": 0.5}, TypeError, "top_k: "),
+        ({"text": "a", "n": -1}, ValueError, "n: "),
+        ({"text": "\ud800"}, ValueError, "text: "),
+        ({"token_ids": [1, -1]}, ValueError, "token_ids.ids: "),
     ],
 )
 def test_wrong_arguments_are_told_before_any_call(
-    served: tuple[FakeInference, sw.Client], arguments: dict[str, Any], error: type[Exception]
+    served: tuple[FakeInference, sw.Client], arguments: dict[str, Any], error: type[Exception], names: str
 ) -> None:
     server, client = served
-    with pytest.raises(error):
+    with pytest.raises(error, match=names):
         client.generate(**arguments)
     assert not server.requests
 
