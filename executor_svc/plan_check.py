@@ -224,9 +224,14 @@ class PlanCheck(AdmitCheck):
             )  # fmt: skip
 
     def _prompt_logprob_bytes(self) -> int:
-        total = 0
-        for row, count in zip(self._plan.prefill_rows.tolist(), self._plan.prefill_counts.tolist(), strict=True):
-            n = self._sampling(row)[0].num_prompt_logprobs
-            if n:
-                total += count * (4 + 8 * (n - 1))
+        """Of the wanted positions whose predecessors are computed, as Stager picks them; others make no output."""
+        plan, total = self._plan, 0
+        for row, start, count in zip(
+            plan.prefill_rows.tolist(), plan.prefill_starts.tolist(), plan.prefill_counts.tolist(), strict=True
+        ):
+            sampling, prompt_len = self._sampling(row)
+            if n := sampling.num_prompt_logprobs:
+                first = max(sampling.prompt_logprobs_from, start + 1)
+                last = min(start + count, prompt_len - 1)
+                total += max(0, last + 1 - first) * (4 + 8 * (n - 1))
         return total

@@ -158,6 +158,7 @@ class StepThreads:
         barrier = threading.Event()
         self._launched.put(barrier)
         barrier.wait()
+        self._launching_since_s = time.monotonic()
         try:
             kept = self._executor.begin_epoch(begin.run.hello)
         except Exception as error:  # whatever broke the executor: the process must end and say so
@@ -166,6 +167,8 @@ class StepThreads:
             self._post(_reject, begin.done, error)
             self._post(self._on_fatal, f"begin_epoch failed: {error!r}")
             return
+        finally:
+            self._launching_since_s = 0.0
         self._current = begin.run
         self._post(_resolve, begin.done, kept)
 

@@ -37,6 +37,7 @@ from scheduler_svc.metrics.observer import MetricsObserver
 from scheduler_svc.metrics.serving import serve_scheduler_metrics
 from scheduler_svc.tracing import Tracing
 from scheduler_svc.workers.addresses import Addresses
+from scheduler_svc.workers.frames import MAX_STEP_OUTPUT_BYTES
 from scheduler_svc.workers.pool import PoolOptions, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -198,6 +199,7 @@ def core_config(config: SchedulerConfig) -> CoreConfig:
         max_prefill_chunk=config.max_prefill_chunk,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
+        max_output_bytes=MAX_STEP_OUTPUT_BYTES,
         enable_prefix_cache=config.enable_prefix_cache,
         policy=config.policy,
         max_queue_time_ms=config.max_queue_time_ms,

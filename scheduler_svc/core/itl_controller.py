@@ -54,8 +54,9 @@ class ItlController:
 
     def update(self, prefill_tokens: int, decode_tokens: int, duration_ns: int) -> None:
         """A step took `duration_ns` from the result before it, or from its plan where the executor was idle. Only steps
-        that the budget could have shortened say something of the margin."""
+        that the budget could have shortened lower the margin; one with the least budget that keeps the target still
+        raises it, else a spell of slow steps could leave it so low that nothing changed it ever again."""
         budget = self.budget
-        if decode_tokens and budget > MIN_BUDGET and prefill_tokens >= _FULL * budget:
-            over = duration_ns > self._target_ns
+        over = duration_ns > self._target_ns
+        if decode_tokens and prefill_tokens >= _FULL * budget and (budget > MIN_BUDGET or not over):
             self._margin = max(MIN_MARGIN, min(1.0, self._margin * exp(_MARGIN_GAIN * (_SHARE_OVER - over))))

@@ -12,8 +12,10 @@ from scheduler_svc.workers.batches import BatchReader, BatchWriter
 from scheduler_svc.workers.codec import Reader, codec_of, signature
 from scheduler_svc.workers.control import FromPool, ToPool
 
-# Above anything an executor may send in one step (its output budget) and any prompt the public API takes.
+# Above any prompt the public API takes, and twice what one step may bring beside tokens and logprobs: the core plans no
+# more than MAX_STEP_OUTPUT_BYTES of it, whatever an executor says it can make.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+MAX_STEP_OUTPUT_BYTES: Final = MAX_FRAME_BYTES // 2
 
 KINDS: Final[tuple[Any, ...]] = tuple(
     kind for union in (ToCore, FromCore, FromPool, ToPool) for kind in typing.get_args(union)
@@ -78,10 +80,10 @@ class FrameReader:
         """A message from its frame without the length. Raises ProtocolError: no message of ours."""
         if not frame or frame[0] >= len(KINDS):
             raise ProtocolError("a message of unknown kind between core and worker")
-        if frame[0] == _BATCH_NUMBER:
-            return self._batches.unpack(frame)
         reader = Reader(frame, 1)
         try:
+            if frame[0] == _BATCH_NUMBER:
+                return self._batches.unpack(frame)
             message = _CODECS[frame[0]][1](reader)
         except (ValueError, TypeError, IndexError) as error:
             raise ProtocolError(f"a malformed message between core and worker: {error}") from error

@@ -320,9 +320,8 @@ class ToyExecutor:
     def _prompt_logprobs(self, step_id: int, row: int, state: ToyRow, sequence: U32, start: int) -> list[Output]:
         """Records of the wanted prompt positions whose predecessor was computed in [start, len(sequence))."""
         n = state.sampling.num_prompt_logprobs
-        first = max(start + 1, state.sampling.prompt_logprobs_from)
-        last = min(len(sequence), state.prompt_len - 1)
-        if not n or first > last:
+        first, last = state.wanted_prompt(start, len(sequence))
+        if first > last:
             return []
         data = b"".join(
             prompt_record(

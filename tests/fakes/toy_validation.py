@@ -24,6 +24,12 @@ class ToyRow:
     table: NDArray[np.int64]
     dead: bool = False
 
+    def wanted_prompt(self, start: int, end: int) -> tuple[int, int]:
+        """First and last prompt position whose logprobs are wanted and whose predecessor is in [start, end); the first
+        lies behind the last where there is none."""
+        first = max(start + 1, self.sampling.prompt_logprobs_from)
+        return first, min(end, self.prompt_len - 1) if self.sampling.num_prompt_logprobs else 0
+
 
 class PlanCheck:
     """Checks one plan in the order it would be applied; `run` gives the rows the plan changes (None: released)."""
@@ -192,10 +198,10 @@ class PlanCheck:
 
     def _raw_logits(self, samples: dict[int, int]) -> None:
         plan = self._plan
-        size = len(plan.raw_logits_rows) * self._info.vocab_size * 4
+        size = len(plan.raw_logits_rows) * self._info.vocab_size * 4 + self._prompt_logprob_bytes()
         if size > self._info.max_output_bytes:
             raise self._refuse(
-                PlanErrorCode.BUDGET, "too many logits", "raw_logits_rows", limit=self._info.max_output_bytes
+                PlanErrorCode.BUDGET, "too many bytes of output", "raw_logits_rows", limit=self._info.max_output_bytes
             )
         for i, (row, position) in enumerate(
             zip(plan.raw_logits_rows.tolist(), plan.raw_logits_positions.tolist(), strict=True)
@@ -205,3 +211,11 @@ class PlanCheck:
                 raise self._refuse(
                     PlanErrorCode.MALFORMED, "not sampled in this step", f"raw_logits_positions[{i}]", row=row
                 )
+
+    def _prompt_logprob_bytes(self) -> int:
+        plan, total = self._plan, 0
+        for i, row in enumerate(plan.prefill_rows.tolist()):
+            state, start = self._row(row, f"prefill_rows[{i}]"), int(plan.prefill_starts[i])
+            first, last = state.wanted_prompt(start, start + int(plan.prefill_counts[i]))
+            total += max(0, last + 1 - first) * (8 * state.sampling.num_prompt_logprobs - 4)
+        return total

@@ -146,3 +146,17 @@ def test_it_begins_small_and_keeps_to_its_limits() -> None:
     times.update(0, 5 * MS)
     times.update(100, 6 * MS)
     assert ItlController(1e12, 2048, times).budget == 2048
+
+
+@pytest.mark.parametrize("slower", [2.0, 3.0, 5.0])
+@pytest.mark.parametrize("target_ms", [8.0, 16.0, 30.0])
+def test_a_spell_of_slow_steps_is_forgotten(slower: float, target_ms: float) -> None:
+    """While nothing keeps the target the budget is as small as can be; there must be a way out of that."""
+
+    def change(step: int, device: Device) -> None:
+        device.slower = slower if 1000 <= step < 1400 else 1.0
+
+    device = Device()
+    took, tokens = _drive(device, target_ms, 9000, change=change)
+    assert np.mean(tokens[6000:]) >= 0.75 * device.most_tokens(target_ms, 32)
+    assert (np.array(took[1460:]) > target_ms).mean() <= 0.01

@@ -177,3 +177,18 @@ def test_output_bytes_have_a_budget() -> None:
         assert refusal.error.limit == tight.max_output_bytes
     else:
         raise AssertionError("logits over the budget were let through")
+
+
+@pytest.mark.parametrize(("first", "positions"), [(1, 8), (6, 3), (9, 0)])
+def test_prompt_positions_nobody_wants_take_nothing_of_the_budget(first: int, positions: int) -> None:
+    """A prompt of nine whose logprobs are wanted from `first` on, in one chunk."""
+    sampling = replace(SAMPLING, num_prompt_logprobs=3, prompt_logprobs_from=first)
+    plan = StepPlan(
+        1, 1, 0, num_tokens=9, admit=(Admit(5, 99, u32(range(9)), 9, 9, 0, u32([7, 8, 9]), sampling),),
+        prefill_rows=u32([5]), prefill_starts=u32([0]), prefill_counts=u32([9]),
+    )  # fmt: skip
+    needed = positions * (4 + 2 * 8)
+    PlanCheck(replace(INFO, max_output_bytes=needed), book(), plan).run()
+    if needed:
+        with pytest.raises(PlanRefused):
+            PlanCheck(replace(INFO, max_output_bytes=needed - 1), book(), plan).run()

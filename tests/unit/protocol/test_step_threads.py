@@ -180,16 +180,30 @@ def test_plan_refused_says_what_and_where() -> None:
     assert "BUDGET num_tokens: too much" in str(error)
 
 
-def test_a_step_that_never_ends_is_fatal() -> None:
+@pytest.mark.parametrize("where", ["begin_epoch", "execute", "wait"])
+def test_a_device_that_hangs_is_fatal(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def hanging(call: Callable[..., object]) -> Callable[..., object]:
+        def hangs(*args: object) -> object:
+            assert gate.wait(DEADLINE_S)
+            return call(*args)
+
+        return hangs
+
     async def test() -> None:
         executor = Scripted()
-        executor.gate = threading.Event()
+        if where == "wait":
+            executor.gate = gate
+        else:
+            monkeypatch.setattr(executor, where, hanging(getattr(executor, where)))
         bench = Bench(executor, step_limit_s=0.05)
         epoch = bench.epoch(1)
-        await bench.threads.begin_epoch(epoch)
+        begun = bench.threads.begin_epoch(epoch)
         bench.threads.step(epoch, StepPlan(1, 1, 0, 0), 0)
         assert "did not end" in await bench.until_fatal()
-        executor.gate.set()
+        gate.set()
+        await begun
         await bench.until(1)
         assert await bench.threads.stop(DEADLINE_S)
 

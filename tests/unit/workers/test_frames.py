@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 
 from common import errors
 from common.errors import ProtocolError, StepwireError
-from common.messages import u32
-from scheduler_svc.messages import FromCore, ToCore, TokenBatch
+from common.messages import U32, ExecutorInfo, Output, OutputKind, u32
+from scheduler_svc.api.validation import MAX_LOGPROBS
+from scheduler_svc.app import core_config
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.executor_state import output_limit
+from scheduler_svc.messages import Extras, FromCore, ToCore, TokenBatch, TopTokens
 from scheduler_svc.workers.codec import Reader, codec_of
 from scheduler_svc.workers.frames import KINDS, MAX_FRAME_BYTES, FrameReader, FrameWriter, signatures
 
@@ -177,6 +181,39 @@ def test_a_first_batch_that_leaves_its_requests_out_is_refused() -> None:
 def test_a_frame_over_the_bound_is_refused_before_it_is_read() -> None:
     with pytest.raises(ProtocolError):
         FrameReader().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+
+
+def test_all_the_bulk_output_a_step_may_bring_fits_into_a_frame() -> None:
+    """An executor may say that it makes gigabytes: the core plans what a worker can be told."""
+    config = core_config(SchedulerConfig(executors=("127.0.0.1:1",)))
+    info = ExecutorInfo(
+        model_id="m", model_hash="h", vocab_size=50_000, eos_ids=(), num_rows=2048, max_num_seqs=1024,
+        max_blocks_per_row=8, block_size=16, num_blocks=64, max_tokens_per_step=4096, max_context=128,
+        max_output_bytes=(1 << 32) - 1,
+    )  # fmt: skip
+    rows, size = info.max_num_seqs, 4 * info.vocab_size
+    num_raw = output_limit(info, config) // size
+    logits = bytes(size)
+    top = TopTokens(-1.0, tuple(range(MAX_LOGPROBS)), (-1.0,) * MAX_LOGPROBS)
+    outputs = [(Output(1, OutputKind.RAW_LOGITS, row, row + 1, 0, 1, logits),) for row in range(num_raw)]
+    extras = {row: Extras((top,), outputs[row] if row < num_raw else ()) for row in range(rows)}
+    one: U32 = np.ones(rows, np.uint32)
+    batch = TokenBatch(np.arange(rows, dtype=np.uint64), one, one, np.zeros(rows, np.uint8), one, extras)
+    frame = FrameWriter().encode(batch)
+    assert len(frame) < MAX_FRAME_BYTES
+    (told,) = FrameReader().feed(frame)
+    assert num_raw > 100 and len(told.extras) == rows and told.extras[num_raw - 1].outputs[0].data == logits
+
+
+def test_a_batch_whose_extras_are_no_such_thing_is_refused() -> None:
+    one: U32 = np.ones(1, np.uint32)
+    output = Output(1, OutputKind.RAW_LOGITS, 0, 7, 0, 1, b"")
+    batch = TokenBatch(one.astype(np.uint64), one, one, np.zeros(1, np.uint8), one, {0: Extras((), (output,))})
+    frame = bytearray(FrameWriter().encode(batch))
+    step_and_kind = frame.rindex(bytes([1, 1, 1, OutputKind.RAW_LOGITS, 1, 0]))
+    frame[step_and_kind + 3] = 99
+    with pytest.raises(ProtocolError):
+        FrameReader().feed(bytes(frame))
 
 
 def test_an_error_from_elsewhere_travels_as_its_nearest_public_class() -> None:
