@@ -103,7 +103,7 @@ def build_runner(
     max_context: int = 0,
     pipeline_depth: int = 4,
     buckets: Sequence[int] | None = None,
-    attention_backend: str = "auto",
+    attention_backend: str | AttentionBackend = "auto",
     model_id: str = "",
     model_hash: str = "",
     eos_ids: Iterable[int] = (),
@@ -113,7 +113,7 @@ def build_runner(
     """`model` was built with `ops` and lies on `device`. Zeros mean: measured, or the model's own.
 
     `buckets`: decode batch sizes with a graph, ascending; None: powers of two on CUDA, none on the CPU, where padding
-    costs and a replay saves nothing. Raises ConfigError.
+    costs and a replay saves nothing. `attention_backend`: a name, or one made elsewhere. Raises ConfigError.
     """
     say: Progress = progress or (lambda what, done, total: None)
     config = model.config
@@ -131,12 +131,14 @@ def build_runner(
         ops.pack(_weights(model))
         say("packing weights", 1, 1)
     attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
+    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, model.dtype)
     backend: AttentionBackend
     if isinstance(model, NativeDecoder):
         backend = NativeAttention()
+    elif isinstance(attention_backend, str):
+        backend = make_backend(attention_backend, attention_shape, shape, ops, device.torch_device)
     else:
-        backend = make_backend(attention_backend, attention_shape, ops, device.torch_device)
-    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, model.dtype)
+        backend = attention_backend
     available = host_available() if on_cpu else cuda_available(device.torch_device)
     count = plan_num_blocks(
         shape,

@@ -38,7 +38,7 @@ class ExecutorConfig(ServiceConfig):
     )
     max_context: int = Field(default=0, ge=0, description="prompt and completion together, tokens; 0: the model's own")
     attention_backend: str = Field(
-        default="auto", description="auto, torch, triton or exact; auto: what suits numerics and device"
+        default="auto", description="auto, torch, triton, varlen or exact; auto: what suits numerics and device"
     )
     threads: int = Field(
         default=0, ge=0, description="compute threads on the CPU; 0: what host, cgroup and affinity give"

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from executor_svc.attention.layout import AttentionBackend, AttentionShape
+from executor_svc.attention.varlen import VarlenAttention
 from executor_svc.build import build_runner, make_device, make_ops
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.kernels_cpu.compile import NoKernels
@@ -21,6 +23,7 @@ from executor_svc.streams import Device
 from tests.contract.late_device import LateDevice
 from tests.fakes.toy_executor import ToyExecutor, toy_info
 from tests.random_model import random_decoder, random_weights
+from tests.varlen_reference import varlen_reference
 
 VOCAB = 97
 BLOCK_SIZE = 4
@@ -31,7 +34,8 @@ MAX_CONTEXT = 64
 EOS = 2
 NAN_TOKEN = 96
 
-KINDS = ("toy", "exact", "fast", "late", "graphs", "triton", "native")
+# "varlen stand-in": backend varlen over a plain stand-in for torch's varlen_attn, which needs CUDA.
+KINDS = ("toy", "exact", "fast", "late", "graphs", "triton", "varlen stand-in", "native")
 
 
 def tiny_config(*, window: int = 0) -> ModelConfig:
@@ -87,7 +91,7 @@ def tiny_runner(
     num_blocks: int = NUM_BLOCKS,
     max_tokens: int = MAX_TOKENS,
     buckets: Sequence[int] = (),
-    attention_backend: str = "auto",
+    attention_backend: str | AttentionBackend = "auto",
 ) -> Runner:
     device = device or CpuDevice(threads=1)
     ops = make_ops(numerics, device.torch_device)
@@ -143,6 +147,12 @@ def interpreted(ops: FastOps | ExactOps) -> FastOps | ExactOps:
     return ops if isinstance(ops, ExactOps) else TritonOps()
 
 
+def tiny_varlen() -> VarlenAttention:
+    config = tiny_config()
+    shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
+    return VarlenAttention(shape, varlen_reference, with_key_offsets=True)
+
+
 def tiny_toy(*, nan_token: bool = False) -> ToyExecutor:
     info = toy_info(
         vocab_size=VOCAB,
@@ -177,6 +187,10 @@ class Maker:
                 return tiny_runner(nan_token=nan_token, buckets=(1, 2, 4, 8))
             case "triton":
                 return tiny_runner(numerics="fast", attention_backend="triton", nan_token=nan_token, buckets=(1, 2, 4))
+            case "varlen stand-in":
+                return tiny_runner(
+                    numerics="fast", attention_backend=tiny_varlen(), nan_token=nan_token, buckets=(1, 2, 4, 8)
+                )
             case "triton exact":
                 return tiny_runner(attention_backend="triton", nan_token=nan_token)
             case "native":

@@ -1,6 +1,8 @@
-"""Both backends against attention written plainly; the exact one against itself, bit for bit."""
+"""The backends against attention written plainly; the exact one against itself, bit for bit."""
 
+import sys
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +18,17 @@ from executor_svc.attention.layout import (
     StepLayout,
 )
 from executor_svc.attention.registry import make_backend
+from executor_svc.attention.varlen import VarlenAttention, why_no_varlen
 from executor_svc.build import make_ops
 from executor_svc.kv_cache import KvCache, KvShape
 from executor_svc.numerics import ExactOps
 from tests.contract.conftest import CAN_INTERPRET
 from tests.contract.executors import interpreted
+from tests.varlen_reference import varlen_reference
 
 DIM = 16
 _ROWS = 8
+KV = KvShape(1, 2, DIM, 256, torch.bfloat16)
 SHAPES = {"grouped": (6, 2), "alone": (4, 4), "one": (3, 1)}
 
 
@@ -56,10 +61,13 @@ class Scene:
             interpreted(ops)
         if isinstance(ops, ExactOps):
             ops.settle({(8, DIM)}, torch.device("cpu"))
-        self.backend: AttentionBackend = make_backend(
-            name, AttentionShape(heads, kv_heads, DIM, (window,)), ops, torch.device("cpu")
-        )
         shape = KvShape(1, kv_heads, DIM, block_size, torch.float32)
+        attention_shape = AttentionShape(heads, kv_heads, DIM, (window,))
+        self.backend: AttentionBackend
+        if name.startswith("varlen"):
+            self.backend = VarlenAttention(attention_shape, varlen_reference, with_key_offsets=window == 0)
+        else:
+            self.backend = make_backend(name, attention_shape, shape, ops, torch.device("cpu"))
         self.cache = KvCache(shape, 128, lambda size, dtype: torch.full(size, 100.0, dtype=dtype))
         self.cache.data[:, :, self.cache.null_block] = 0
         order = torch.randperm(128, generator=torch.Generator().manual_seed(block_size)).tolist()
@@ -73,7 +81,7 @@ class Scene:
         prefills, columns, decode_tokens, decode_rows = [], [], [], []
         lengths = torch.ones(_ROWS, dtype=torch.int64)
         first = 0
-        for row, _, start, count in work:
+        for at, (row, _, start, count) in enumerate(work):
             table = self._tables.setdefault(row, [])
             while len(table) * self.size < start + count:
                 table.append(self._free.pop())
@@ -84,7 +92,7 @@ class Scene:
                 decode_rows.append(row)
             else:
                 prefills.append(PrefillPart(first, count, start, torch.tensor([row])))
-                columns.append([row, first, count, start])
+                columns.append([at, first, count, start])
             first += count
         tables = torch.full((_ROWS, max(map(len, self._tables.values()))), self.cache.null_block, dtype=torch.int32)
         for row, table in self._tables.items():
@@ -98,7 +106,7 @@ class Scene:
             RowTables(tables, lengths, self.size),
             decode,
             tuple(prefills),
-            PrefillColumns(torch.arange(_ROWS), torch.tensor(columns).t().contiguous()) if columns else None,
+            _columns([row for row, *_ in work], columns),
         )
         parts = [(s.q[a : a + n], s.k[a : a + n], s.v[a : a + n]) for _, s, a, n in work]
         q, k, v = (torch.cat(columns) for columns in zip(*parts, strict=True))
@@ -107,11 +115,18 @@ class Scene:
         return list(torch.split(out, [count for _, _, _, count in work]))
 
 
+def _columns(rows: list[int], columns: list[list[int]]) -> PrefillColumns | None:
+    return PrefillColumns(torch.tensor(rows), torch.tensor(columns).t().contiguous()) if columns else None
+
+
 # The kernels' own tests go through the rest; the interpreter takes its time.
 INTERPRETED = [("triton", "grouped", 70), ("triton", "one", 0)] if CAN_INTERPRET else []
 
 
-@pytest.mark.parametrize(("name", "heads", "window"), [*product(("torch", "exact"), SHAPES, (0, 5, 70)), *INTERPRETED])
+PLAIN = product(("torch", "exact", "varlen stand-in"), SHAPES, (0, 5, 70))
+
+
+@pytest.mark.parametrize(("name", "heads", "window"), [*PLAIN, *INTERPRETED])
 def test_mixed_steps_give_what_plain_attention_gives(name: str, heads: str, window: int) -> None:
     scene = Scene(name, *SHAPES[heads], window=window)
     long, short = Sequence(150, *SHAPES[heads], seed=1), Sequence(20, *SHAPES[heads], seed=2)
@@ -164,12 +179,12 @@ def test_exact_decode_bits_do_not_depend_on_the_batch() -> None:
 def test_backends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executor_svc.attention.registry.why_no_triton", lambda: "")  # as where a compiler is
     shape, cpu = AttentionShape(4, 2, DIM, (0,)), torch.device("cpu")
-    assert make_backend("auto", shape, make_ops("fast"), cpu).name == "torch"
-    assert make_backend("auto", shape, make_ops("exact"), cpu).name == "exact"
-    assert make_backend("auto", shape, make_ops("fast"), torch.device("cuda")).name == "triton"
+    assert make_backend("auto", shape, KV, make_ops("fast"), cpu).name == "torch"
+    assert make_backend("auto", shape, KV, make_ops("exact"), cpu).name == "exact"
+    assert make_backend("auto", shape, KV, make_ops("fast"), torch.device("cuda")).name == "triton"
     for name, numerics in (("nonsense", "fast"), ("exact", "fast"), ("torch", "exact")):
         with pytest.raises(ConfigError) as error:
-            make_backend(name, shape, make_ops(numerics), cpu)
+            make_backend(name, shape, KV, make_ops(numerics), cpu)
         assert error.value.field == "attention_backend"
 
 
@@ -178,12 +193,42 @@ def test_without_triton_its_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     for module in ("attention.registry", "environment"):
         monkeypatch.setattr(f"executor_svc.{module}.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="the package triton is missing"):
-        make_backend("triton", shape, make_ops("fast"), torch.device("cuda"))
-    assert make_backend("auto", shape, make_ops("fast"), torch.device("cuda")).name == "torch"
+        make_backend("triton", shape, KV, make_ops("fast"), torch.device("cuda"))
+    assert make_backend("auto", shape, KV, make_ops("fast"), torch.device("cuda")).name == "torch"
 
 
 def test_on_a_cpu_the_triton_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(4, 2, DIM, (0,))
     monkeypatch.setattr("executor_svc.attention.registry._is_interpreted", lambda: False)
     with pytest.raises(ConfigError, match="needs a CUDA device"):
-        make_backend("triton", shape, make_ops("fast"), torch.device("cpu"))
+        make_backend("triton", shape, KV, make_ops("fast"), torch.device("cpu"))
+
+
+def test_varlen_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, cuda = AttentionShape(4, 2, DIM, (0,)), torch.device("cuda")
+
+    def refused(kv: KvShape = KV, numerics: str = "fast", device: torch.device = cuda) -> str:
+        with pytest.raises(ConfigError) as error:
+            make_backend("varlen", shape, kv, make_ops(numerics), device)
+        assert error.value.field == "attention_backend"
+        return error.value.message
+
+    if why_no_varlen():  # the installed torch is too old
+        assert "varlen" in refused()
+    else:
+        assert make_backend("varlen", shape, KV, make_ops("fast"), cuda).name == "varlen"
+        assert "CUDA device" in refused(device=torch.device("cpu"))
+        assert "float32" in refused(numerics="exact")
+        assert "not float32" in refused(KvShape(1, 2, DIM, 256, torch.float32))
+        assert "multiple of 8" in refused(KvShape(1, 2, 20, 256, torch.bfloat16))
+        assert "block_size 256, not 16" in refused(KvShape(1, 2, DIM, 16, torch.bfloat16))
+    monkeypatch.setattr("executor_svc.attention.varlen.find_spec", lambda name: None)
+    assert f"torch {torch.__version__} has no torch.nn.attention.varlen" in refused()
+    monkeypatch.undo()
+
+    def older(query: torch.Tensor, seqused_k: torch.Tensor | None = None) -> None: ...
+
+    module = SimpleNamespace(varlen_attn=older)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    monkeypatch.setattr("executor_svc.attention.varlen.find_spec", lambda name: module)
+    assert "lacks block_table, num_splits" in refused()
