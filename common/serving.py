@@ -37,7 +37,13 @@ def bound_address(listen: str, port: int) -> str:
 
 
 def write_address(path: Path, address: str) -> None:
-    """All at once, so that a reader never sees a part of it. Several addresses: one a line, the one to call first."""
+    """All at once, so that a reader never sees a part of it. Several addresses: one a line, the one to call first.
+
+    Raises ConfigError: it can not be written.
+    """
     draft = path.with_name(path.name + ".new")
-    draft.write_text(address + "\n")
-    draft.replace(path)
+    try:
+        draft.write_text(address + "\n")
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"address_file: {path} can not be written: {error.strerror}", field="address_file") from error

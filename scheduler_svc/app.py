@@ -159,7 +159,12 @@ async def _run(config: SchedulerConfig, engine: EngineLoop, api: _Api) -> int:
     addresses = api.addresses.listing()
     log.info("listening on %s, executors: %s", ", ".join(addresses), ", ".join(config.executors))
     if config.address_file is not None:
-        write_address(config.address_file, "\n".join(addresses))
+        try:
+            write_address(config.address_file, "\n".join(addresses))
+        except ConfigError as error:
+            log.error("%s", error.message)
+            await api.stop(0.0)
+            return EXIT_CONFIG
     engine.start()
     quieten_collector()
     await _first_of(stop, engine.failed, api.failed)

@@ -199,6 +199,14 @@ def test_taken_port_is_a_clear_error(tmp_path: Path, module: str) -> None:
             assert "Traceback" not in child.log
 
 
+@pytest.mark.parametrize("module", ["tests.fakes.toy_executor_main", "tests.fakes.toy_scheduler_main"])
+def test_an_address_file_that_can_not_be_written_is_a_clear_error(tmp_path: Path, module: str) -> None:
+    nowhere = str(tmp_path / "missing" / "address")
+    with process(module, ["--listen", "127.0.0.1:0", "--address-file", nowhere], tmp_path / "log") as child:
+        assert child.wait() == 2
+        assert f"address_file: {nowhere} can not be written" in child.log and "Traceback" not in child.log
+
+
 @pytest.mark.parametrize("module", ["executor_svc", "scheduler_svc"])
 def test_wrong_configuration_is_a_clear_error(tmp_path: Path, module: str) -> None:
     with process(module, ["--no-such-flag", "1"], tmp_path / "log") as child:
