@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 from common.errors import DeadlinePassed, Draining, RequestAborted, StepwireError, Unavailable
 from common.messages import U32
@@ -28,6 +29,10 @@ from scheduler_svc.text_cursor import TextCursor
 from scheduler_svc.token_stream import Completion, Piece, StreamLimits, StreamWants, TokenStream
 from stepwire.v1 import inference_pb2 as pb
 
+GONE: Final = RequestAborted("the caller went away")
+# The caller's clock ends its deadline, too, and its cancelling may be here first.
+EARLY_NS: Final = 10_000_000
+
 
 class ActiveRequest:
     """A request some call serves. `close` comes from its end and from the done callback; the first counts."""
@@ -47,7 +52,7 @@ class ActiveRequest:
         self._streams: list[RequestStream] = []
         self._choices: Choices | None = None
         self._completions: list[Completion] = []
-        self._error: StepwireError | None = RequestAborted("the caller went away")
+        self._error: StepwireError | None = GONE
         self._closed = False
         self._seen_token = False
         self._encode: Callable[[int, str, Sequence[int]], bytes] | None = None
@@ -109,7 +114,14 @@ class ActiveRequest:
         self._closed = True
         for stream in self._streams:
             self._worker.close(stream)
-        self._tracer.on_end(self._handle, completion_attributes(self._completions), self._error)
+        self._tracer.on_end(self._handle, completion_attributes(self._completions), self._cause())
+
+    def _cause(self) -> StepwireError | None:
+        """To gRPC a deadline that passes is a caller that goes away."""
+        deadline_ns = self.submit.deadline_ns
+        if self._error is GONE and deadline_ns and self._worker.clock.monotonic_ns() > deadline_ns - EARLY_NS:
+            return DeadlinePassed("the request's deadline passed")
+        return self._error
 
 
 class Generation:

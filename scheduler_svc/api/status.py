@@ -14,6 +14,7 @@ import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from opentelemetry import trace
 
 from common.errors import InvalidInput, StepwireError
 
@@ -61,8 +62,14 @@ def to_status(error: StepwireError) -> status_pb2.Status:
 async def abort(
     context: "grpc.aio.ServicerContext[Any, Any]", error: StepwireError, trailing: Metadata = ()
 ) -> NoReturn:
-    """Ends the call with the error's status. `abort`, not `abort_with_status`: interceptors see only the former."""
+    """Ends the call with the error's status, and says in its span, if any, what OpenTelemetry leaves out: why.
+
+    `abort`, not `abort_with_status`: interceptors see only the former.
+    """
     status = to_status(error)
+    span = trace.get_current_span()
+    if span.is_recording():
+        span.set_attributes({"error.type": error.reason, "stepwire.error": status.message})
     metadata: Metadata = ((DETAILS_KEY, status.SerializeToString()), *trailing)
     await context.abort(status_code(error), status.message, metadata)
 

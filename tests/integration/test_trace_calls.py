@@ -185,6 +185,19 @@ def test_a_cancelled_stream_says_so(reads: int, caplog: pytest.LogCaptureFixture
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
+def test_a_deadline_that_passes_is_no_caller_who_went_away() -> None:
+    async def test() -> None:
+        async with serving(forever) as api:
+            call = api.stub.Generate(pb.GenerateRequest(text="hi"), metadata=carried(new_trace()), timeout=0.3)
+            with pytest.raises(grpc.aio.AioRpcError):
+                [m async for m in call]
+            (span,) = await api.wait_for(1)
+            assert span.status.status_code is StatusCode.ERROR
+            assert (span.attributes or {})["error.type"] == "DEADLINE"
+
+    run(test)
+
+
 def test_a_refused_request_carries_its_status() -> None:
     async def test() -> None:
         async with serving(say("x")) as api:
@@ -196,6 +209,8 @@ def test_a_refused_request_carries_its_status() -> None:
             (span,) = await api.wait_for(1)
             attributes = dict(span.attributes or {})
             assert attributes["rpc.grpc.status_code"] == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            assert attributes["error.type"] == "INVALID_INPUT"
+            assert str(attributes["stepwire.error"]).startswith("sampling.temperature is -1")
 
     run(test)
 
