@@ -15,7 +15,6 @@ from deploy.cli_options import Connection, Generating, grouped
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
-    help="LLM serving as two gRPC services, every step visible.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -25,6 +24,23 @@ models = typer.Typer(help="Model files on this machine.", no_args_is_help=True, 
 app.add_typer(models, name="models")
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(version("stepwire"))
+        raise typer.Exit
+
+
+@app.callback()
+def stepwire(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """LLM serving as two gRPC services, every step visible."""
 
 
 # --------------------------------------------------------------------------------------------------------- services

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -112,6 +113,11 @@ def test_a_conversation_survives_a_cut_or_failed_turn(monkeypatch: pytest.Monkey
     calls.converse([], answer, interactive=True)
     assert seen == [["a"], ["a", "yes", "b"], ["a", "yes", "c"], ["a", "yes", "d"]]
     assert "draining" in capsys.readouterr().err
+
+
+def test_version(capsys: Capture) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"{version('stepwire')}\n"
 
 
 def test_info(served: tuple[FakeInference, str], capsys: Capture) -> None:
