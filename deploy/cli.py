@@ -15,12 +15,11 @@ from deploy.cli_options import Connection, Generating, grouped
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-models = typer.Typer(help="Model files on this machine.", no_args_is_help=True, rich_markup_mode=None)
+models = typer.Typer(help="Model files on this machine.", rich_markup_mode=None)
 app.add_typer(models, name="models")
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
@@ -220,6 +219,8 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs a command; returns its exit status and never raises an Exception."""
+    if arguments in ([], ["models"]):  # a group alone
+        arguments = [*arguments, "--help"]
     try:
         status = app(args=arguments, prog_name="stepwire", standalone_mode=False)
     except KeyboardInterrupt:

@@ -115,6 +115,12 @@ def test_a_conversation_survives_a_cut_or_failed_turn(monkeypatch: pytest.Monkey
     assert "draining" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("group", [[], ["models"]])
+def test_a_group_alone_shows_its_help(group: list[str], capsys: Capture) -> None:
+    assert run(group) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['stepwire', *group])} ")
+
+
 def test_version(capsys: Capture) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"{version('stepwire')}\n"
