@@ -17,9 +17,7 @@ _F32 = np.dtype("<f4")
 
 
 def pack_u32(column: m.U32) -> bytes:
-    if not len(column):
-        return b""
-    return column.astype(_U32, copy=False).tobytes()
+    return column.tobytes() if column.dtype == _U32 else column.astype(_U32).tobytes()
 
 
 def pack_f32(column: m.F32) -> bytes:

@@ -279,6 +279,7 @@ class EngineLoop:
 
     def _end_rest(self, why: str) -> int:
         now_ns = self._clock.monotonic_ns()
+        self._deliver_held()
         endings = self._core.end_all(Draining(why), now_ns)
         self.deliver_endings(endings, now_ns)
         return len(endings)
@@ -286,6 +287,7 @@ class EngineLoop:
     def _beat(self) -> None:
         now_ns = self._clock.monotonic_ns()
         if 0 < self._core.next_expiry_ns <= now_ns:  # steps see to it while there are any
+            self._deliver_held()
             self.deliver_endings(self._core.expire(now_ns), now_ns)
         stuck = self._liveness.beat(
             self._clock.monotonic_ns(),
@@ -297,6 +299,10 @@ class EngineLoop:
         if stuck:
             log.critical("requests wait, an executor is connected, and nothing was planned for a long time")
         self._beat_timer = self._loop.call_later(until_next_beat(self._loop.time()), self._beat)
+
+    def _deliver_held(self) -> None:
+        for driver in self._drivers:
+            driver.deliver_held()
 
     def _driver_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -86,6 +86,7 @@ class ExecutorDriver:
         self._estimate = ClockEstimate()
         self._stream: ExecutorStream | None = None
         self._in_flight = 0
+        self._held: tuple[StepOutcome, int] | None = None
         self._half_closed = False
         self._stopping_for_good = False
         self._steps = 0
@@ -176,6 +177,7 @@ class ExecutorDriver:
             self._stream = None
             self._in_flight = 0
             down_ns = self._clock.monotonic_ns()
+            self.deliver_held()
             self._host.deliver_endings(self._core.executor_down(self.executor_id, down_ns), down_ns)
             if not refused:
                 self._tell("lost", self._last_error or "closed properly")
@@ -213,16 +215,24 @@ class ExecutorDriver:
         updated_ns = self._clock.monotonic_ns()
         self._in_flight -= 1
         self._steps += 1
+        self._held = outcome, updated_ns
         self.fill()
         # The stream writes the plan in this turn of the loop; a worker that wakes would compete for the CPU.
         await asyncio.sleep(0)
-        self._host.deliver(outcome, updated_ns)
+        self.deliver_held()
         record = outcome.record
         self._observer.on_result(record, result, received_ns, updated_ns, self._estimate.offset_ns)
         if self._host.watched:
             executor = self._core.executors[self.executor_id]
             self._host.deliver_step(step_seen(executor, outcome, result, received_ns))
         self._host.fill_all()
+
+    def deliver_held(self) -> None:
+        """Hands out what the newest result brought, if that was not done yet. Also for who is about to tell of endings:
+        tokens go before the end."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._host.deliver(*held)
 
     def _take_error(self, error: PlanError) -> None:
         """A refused plan ends the epoch; what of it is still in flight is answered EPOCH_ENDED and not waited for."""

@@ -8,6 +8,9 @@ import numpy as np
 from common.messages import U32
 from scheduler_svc.core.prefix_cache import PrefixCache, Tail
 
+# Idle blocks are evicted so many at a time: the share of the pool that the prefix cache may lose before it has to.
+_EVICTED_AT_ONCE = 1 / 256
+
 
 class BlockPool:
     """Each block is free, idle in the prefix cache, or has users; `available` counts the first two.
@@ -41,13 +44,18 @@ class BlockPool:
     def allocate(self, count: int) -> U32:
         """`count` blocks with one user each; evicts idle cached blocks only when free ones are out."""
         assert self.can_allocate(count)
-        at_hand = min(count, self.num_free)
-        self.num_free -= at_hand
-        blocks: U32 = self._free[self.num_free : self.num_free + at_hand][::-1].copy()
-        if at_hand == count:
-            return blocks
+        if count > self.num_free:
+            self._evict(count - self.num_free)
+        self.num_free -= count
+        blocks: U32 = self._free[self.num_free : self.num_free + count][::-1].copy()
+        return blocks
+
+    def _evict(self, least: int) -> None:
+        """Frees `least` idle cached blocks, and a few of those that are next: what an eviction costs is what it finds
+        cold, and most steps that admit then have none."""
         assert self.cache is not None
-        return np.concatenate([blocks, *self.cache.evict(count - at_hand)])
+        count = min(max(least, int(self.num_blocks * _EVICTED_AT_ONCE)), self.cache.num_idle)
+        self._push(np.concatenate(self.cache.evict(count))[::-1])
 
     def share(self, blocks: list[int]) -> None:
         """One more user for each of these blocks, which have users or are idle in the prefix cache."""
@@ -78,15 +86,19 @@ class BlockPool:
             own = own[len(tail.blocks) :]
             self.cache.add_tail(tail)
         self._push(own[::-1])
-        unused = []
-        for block in table[:num_known][::-1].tolist():
-            if block in self._users:
-                self._users[block] -= 1
-                if self._users[block] == 1:
-                    del self._users[block]
-            else:
-                unused.append(block)
+        unused: list[int] = table[:num_known][::-1].tolist()
+        if self._users:
+            unused = [block for block in unused if not self._was_shared(block)]
         self._push(self.cache.set_idle(unused) if self.cache is not None else unused)
+
+    def _was_shared(self, block: int) -> bool:
+        """Takes one of the block's users away, if it has others."""
+        count = self._users.get(block, 1) - 1
+        if count > 1:
+            self._users[block] = count
+        elif count == 1:
+            del self._users[block]
+        return count > 0
 
     def _push(self, blocks: U32 | list[int]) -> None:
         count = len(blocks)

@@ -122,6 +122,8 @@ class Draft:
         ends = tuple((row, start + count) for row, start, count in self.prefills)
         sampled = decode.joined_by(self.sampling_prefills)
         executor.flights.append(Flight(self.step_id, record, sampled, ends, self.has_last_token))
+        if self.sampling_prefills and not self.has_last_token:
+            executor.keep_decoding(sampled)
         executor.releases = []
         executor.next_step += 1
         return record

@@ -19,7 +19,7 @@ class DrainRate:
         """A request left the queue for its first time on an executor."""
         if self._first_ns < 0:
             self._first_ns = now_ns
-        self._weight = self._faded(now_ns) + 1
+        self._weight = (self._weight if now_ns == self._last_ns else self._faded(now_ns)) + 1
         self._last_ns = now_ns
 
     def per_second(self, now_ns: int) -> float:

@@ -2,6 +2,7 @@
 
 import heapq
 from collections import deque
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.step_times import StepTimes
 from scheduler_svc.messages import FinishReason
 from scheduler_svc.observer import StepRecord
+
+Count = TypeVar("Count", int, I64)
 
 
 @step_message
@@ -141,25 +144,26 @@ class ExecutorState:
 
     # --------------------------------------------------------------------------------------------------------- rows
 
+    def end_of(self, sequence: Sequence) -> tuple[int, FinishReason]:
+        """How long the sequence may grow, and what ends it there."""
+        final = sequence.prompt_len + (sequence.request.sampling.max_tokens or self.context)
+        return (self.context, FinishReason.CONTEXT) if final > self.context else (final, FinishReason.MAX_TOKENS)
+
     def take_row(self, sequence: Sequence, admission_id: int, shared: list[int], fresh: int, computed: int) -> int:
-        """Gives `sequence` a row whose table is the `shared` blocks (their user count rises) and `fresh` new ones.
-        `computed`: positions that need no computation; those past `shared` are there by a copy."""
-        rows, s = self.rows, sequence.request.sampling
+        """Gives `sequence` a row whose table is the `shared` blocks (their user count rises) and `fresh` new ones. The
+        next plan names it. `computed`: positions that need no computation; those past `shared` are there by a copy."""
+        rows = self.rows
         row = heapq.heappop(self.free_rows)
         if shared:
             self.pool.share(shared)
-        length = sequence.length
-        final = sequence.prompt_len + (s.max_tokens or self.context)
-        reason = FinishReason.MAX_TOKENS
-        if final > self.context:
-            final, reason = self.context, FinishReason.CONTEXT
         if sequence.cached < 0:
             sequence.cached = computed
-        rows.occupy(row, sequence, admission_id, length, final, reason)
+        rows.occupy(row, sequence, admission_id, *self.end_of(sequence))
+        rows.last_step[row] = self.next_step
         rows.protected[row] = sequence.preemptions >= self._config.max_preemptions
         rows.prefilled[row] = computed
         sequence.row, sequence.executor_id, sequence.state = row, self.id, SequenceState.RUNNING
-        sequence.admitted_len = length
+        sequence.admitted_len = sequence.length
         sequence.planned = computed
         sequence.prefilled_step = 0
         sequence.sent = 0
@@ -181,17 +185,14 @@ class ExecutorState:
         index = rows.table_len[grown]
         rows.table[grown, index] = blocks
         rows.table_len[grown] = index + 1
-        capacity = rows.capacity[grown] + self.block_size
-        rows.capacity[grown] = capacity
-        due = capacity - self._lead
-        due[capacity >= rows.final[grown] - 1] = NEVER
-        rows.due[grown] = due
+        rows.capacity[grown] += self.block_size
+        rows.due[grown] = self._due(rows.capacity[grown], rows.final[grown])
         return u32(grown), u32(index), u32(blocks)
 
-    @property
-    def _lead(self) -> int:
-        # A step writes the slot of position high - 1, and blocks are granted depth - 1 steps before they are written.
-        return self.depth - 2
+    def _due(self, capacity: Count, final: Count) -> Count:
+        """The `high` from which a row that decodes, or each of a column, needs another block. A step writes the slot of
+        position high - 1, none that of the last token, and blocks are granted depth - 1 steps before."""
+        return capacity - (self.depth - 2) + NEVER * (capacity >= final - 1)
 
     # ----------------------------------------------------------------------------------------------------- decoding
 
@@ -217,12 +218,17 @@ class ExecutorState:
         """The last chunk of the row's prefill is planned: it samples, and decodes from the next step on."""
         rows = self.rows
         self.prefilling.remove(row)
-        high, capacity = int(rows.low[row]) + 1, int(rows.capacity[row])
-        final = int(rows.final[row])
+        high, final = int(rows.low[row]) + 1, int(rows.final[row])
         rows.high[row], rows.left[row] = high, final - high
-        rows.due[row] = NEVER if capacity >= final - 1 else capacity - self._lead
+        rows.due[row] = self._due(int(rows.capacity[row]), final)
         rows.decoding[row] = True
         self._decoding = None
+
+    def keep_decoding(self, sampled: RowSet) -> None:
+        """`sampled` are the rows of a step none of which plans its last token: if they are all with tokens left, they
+        decode in the next step too."""
+        if self._decoding is None and len(sampled) == np.count_nonzero(self.rows.left):
+            self._decoding, self.quiet_steps = sampled, 0
 
     def vacate(self, row: int, keep: bool) -> Sequence | None:
         """Gives a row up. `keep`: tokens still in flight count, and the sequence is returned here or by `settle` once

@@ -273,7 +273,7 @@ class Planner:
                 return False
         # Positions that are written: of the last token none is, so a sequence that may take one more step needs one
         # more than it has tokens, and one that may not be preempted all it can get.
-        last = self._final(executor, sequence) - 1
+        last = executor.end_of(sequence)[0] - 1
         total = last if sequence.preemptions >= self._config.max_preemptions else min(sequence.length + 1, last)
         num_blocks = -(-max(total, sequence.length) // size)
         bytes_needed = admit_bytes(sequence.length, num_blocks, sequence.request.sampling)
@@ -291,18 +291,12 @@ class Planner:
         self._queue.remove(sequence)
         self._count(executor, sequence, head)
         row = executor.take_row(sequence, self._next_admission(), head.blocks, fresh, head.computed)
-        executor.rows.last_step[row] = draft.step_id
         if head.leader >= 0:
             self._fork(draft, row, head, sequence)
         sequence.leader = None
         sequence.sent = min(sequence.length, MAX_EXTEND_TOKENS)
         draft.admits.append(self._admit_message(executor, sequence, row))
         return True
-
-    @staticmethod
-    def _final(executor: ExecutorState, sequence: Sequence) -> int:
-        wanted = sequence.request.sampling.max_tokens or executor.context
-        return min(executor.context, sequence.prompt_len + wanted)
 
     @staticmethod
     def _fork(draft: Draft, row: int, head: Head, sequence: Sequence) -> None:

@@ -133,15 +133,17 @@ def _endings(
 
 def _end_reason(executor: ExecutorState, row: int, token: int) -> int:
     """Why the row's sequence ends with `token`, its newest, as FinishReason; 0: it goes on."""
-    rows, sequence = executor.rows, executor.rows.seqs[row]
-    assert sequence is not None
-    length, sampling = int(rows.low[row]), sequence.request.sampling
-    if length > sequence.prompt_len + sampling.min_tokens:
-        if executor.is_eos[token] and not sampling.ignore_eos:
-            return FinishReason.EOS
-        if token in sampling.stop_ids:
-            return FinishReason.STOP_TOKEN
-    return int(rows.end_reason[row]) if length >= rows.final[row] else 0
+    rows, length = executor.rows, int(executor.rows.low[row])
+    if executor.is_eos[token] or rows.num_with_stops:
+        sequence = rows.seqs[row]
+        assert sequence is not None
+        sampling = sequence.request.sampling
+        if length > sequence.prompt_len + sampling.min_tokens:
+            if executor.is_eos[token] and not sampling.ignore_eos:
+                return FinishReason.EOS
+            if token in sampling.stop_ids:
+                return FinishReason.STOP_TOKEN
+    return rows.end_reason[row] if length >= rows.final[row] else 0
 
 
 def batches(executor: ExecutorState, collected: Collected, result: StepResult) -> dict[int, TokenBatch]:

@@ -32,8 +32,8 @@ class RowSet:
     """Rows with their present occupants, ascending: valid as long as no row of it is freed, so for a step in flight.
 
     mask: bool [num_rows]. index and column: the same rows, for numpy and for the plan. advance: [num_rows] 1 for rows
-    of the set, else 0, so that a column over all rows moves on with one addition. keys: uint64, of the requests. All
-    read-only.
+    of the set, else 0, so that a column over all rows moves on with one addition. keys: uint64, of the requests.
+    Nobody writes to any of them.
     """
 
     rows: Rows
@@ -54,8 +54,8 @@ class RowSet:
         column: U32 = index.astype(np.uint32)
         advance: I64 = mask.astype(np.int64)
         keys = rows.keys.take(index)
-        for part in (mask, index, column, advance, keys):
-            part.setflags(write=False)
+        for handed_out in (column, keys):
+            handed_out.setflags(write=False)
         return cls(rows, mask, index, column, advance, keys)
 
     @classmethod
@@ -88,11 +88,18 @@ class RowSet:
             counts, no_reasons = _constants(len(self.mask))
             cached: U32 = self.rows.cached.take(self.index)
             cached.setflags(write=False)
-            # Of keys all of which begin alike the bits that differ are low ones.
-            differ = int(np.bitwise_or.reduce(self.keys ^ self.keys[0])) if len(self) else 0
-            worker = SEVERAL if not len(self) or differ >> WORKER_SHIFT else int(self.keys[0]) >> WORKER_SHIFT
-            self._batch = BatchColumns(counts[: len(self)], no_reasons[: len(self)], cached, worker)
+            self._batch = BatchColumns(counts[: len(self)], no_reasons[: len(self)], cached, self._worker())
         return self._batch
+
+    def _worker(self) -> int:
+        if not len(self):
+            return SEVERAL
+        first = int(self.keys[0])
+        if len(self.rows.num_of_worker) == 1:
+            return first >> WORKER_SHIFT
+        # Of keys all of which begin alike the bits that differ are low ones.
+        differ = int(np.bitwise_or.reduce(self.keys)) ^ int(np.bitwise_and.reduce(self.keys))
+        return SEVERAL if differ >> WORKER_SHIFT else first >> WORKER_SHIFT
 
 
 @lru_cache(maxsize=8)

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from common.messages import U32
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.messages import FinishReason
+from scheduler_svc.messages import WORKER_SHIFT, FinishReason
 
 RECENT = 1008  # 63 cache lines: an odd number, else the places written in one step share few cache sets
 _FLUSHED_AT_ONCE = 32
@@ -24,11 +24,13 @@ class Rows:
     sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
     protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
     it ends, for end_reason; left: final - high while decoding, else 0. table[row, :table_len]: its blocks; capacity:
-    token slots they cover; due: the `high` from which it needs another block, NEVER while it does not decode.
+    token slots they cover; due: the `high` from which it needs another block, at least NEVER while it does not decode.
     prefilled: known computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader
     whose prompt its table began with, 0: none. last_step: the last step naming the row.
     recent: known tokens the Sequences have not got yet, RECENT places for each row; the row's next one goes to
     recent_end. No row's places are full before `room` more steps.
+    num_with_stops, num_with_raw: rows whose occupant has stop ids, wants raw logits. num_of_worker: rows by the worker
+    their occupant came through; who has none is not in it.
     """
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
@@ -46,8 +48,8 @@ class Rows:
         self.due: I64 = np.full(num_rows, NEVER, dtype=np.int64)
         self.capacity, self.prefilled = ints(), ints()
         self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
-        self.protected, self.ignore_eos, self.has_stops, self.raw_logits = bools(), bools(), bools(), bools()
-        self.end_reason = np.zeros(num_rows, dtype=np.uint8)
+        self.protected, self.ignore_eos, self.raw_logits = bools(), bools(), bools()
+        self.end_reason = [FinishReason.MAX_TOKENS] * num_rows
         self.cached: U32 = np.zeros(num_rows, dtype=np.uint32)
         self.table: U32 = np.zeros((num_rows, max_blocks), dtype=np.uint32)
         self.table_len = ints()
@@ -58,6 +60,7 @@ class Rows:
         self.room = RECENT - _MAX_FLUSHES
         self.tenant, self.forked_from = ints(), ints()
         self.num_with_stops = self.num_with_raw = 0
+        self.num_of_worker: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -66,18 +69,18 @@ class Rows:
         """The row's block table: a view."""
         return self.table[row, : self.table_len[row]]
 
-    def occupy(
-        self, row: int, sequence: Sequence, admission_id: int, length: int, final: int, end_reason: FinishReason
-    ) -> None:
-        """`sequence` takes the free row; it has `length` known tokens and ends at `final`, for `end_reason`. What the
-        occupant before left behind is overwritten here or by `clear`."""
+    def occupy(self, row: int, sequence: Sequence, admission_id: int, final: int, end_reason: FinishReason) -> None:
+        """`sequence` takes the free row and ends at `final`, for `end_reason`. What the occupant before left behind is
+        overwritten here, by the caller or by `clear`."""
         request = sequence.request
         sampling = request.sampling
         self.seqs[row] = sequence
         self.keys[row] = request.key
+        worker = request.key >> WORKER_SHIFT
+        self.num_of_worker[worker] = self.num_of_worker.get(worker, 0) + 1
         self.tenant[row], self.cached[row] = sequence.tenant, sequence.cached
-        self.admission[row], self.rank[row], self.last_step[row] = admission_id, sequence.rank, 0
-        self.low[row] = self.high[row] = length
+        self.admission[row], self.rank[row] = admission_id, sequence.rank
+        self.low[row] = self.high[row] = sequence.length
         self.final[row], self.end_reason[row] = final, end_reason
         self.running[row] = self.accept[row] = True
         self.ignore_eos[row] = sampling.ignore_eos
@@ -88,7 +91,6 @@ class Rows:
             self.num_with_raw += 1
 
     def _set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        self.has_stops[row] = True
         self.num_with_stops += 1
         if len(stop_ids) > self.stops.shape[1]:
             wider: U32 = np.full((len(self), len(stop_ids)), NO_TOKEN, dtype=np.uint32)
@@ -120,10 +122,11 @@ class Rows:
         """A copy of the occupant's known tokens [start, end); those before `start` are in the Sequence."""
         sequence = self.seqs[row]
         assert sequence is not None
-        own = sequence.view()
+        own, at = sequence.view(), row * RECENT
         if end <= len(own):
             return own[start:end].copy()
-        at = row * RECENT
+        if start >= len(own):
+            return self.recent[at + start - len(own) : at + end - len(own)].copy()
         return np.concatenate((own[start:], self.recent[at : at + end - len(own)]))
 
     def make_room(self) -> None:
@@ -135,15 +138,21 @@ class Rows:
         self.room = max(1, RECENT - _MAX_FLUSHES - int(self.recent_len.max()))
 
     def clear(self, row: int) -> None:
-        """The row is free: no part of any set, and nothing of its occupant counts."""
-        if self.has_stops[row]:
-            self.has_stops[row] = False
+        """The row, given up before, is free: nothing of its occupant counts any more."""
+        sequence = self.seqs[row]
+        assert sequence is not None
+        request = sequence.request
+        if request.sampling.stop_ids:
             self.stops[row] = NO_TOKEN
             self.num_with_stops -= 1
-        if self.raw_logits[row]:
+        if request.raw_logits:
             self.raw_logits[row] = False
             self.num_with_raw -= 1
+        worker = request.key >> WORKER_SHIFT
+        self.num_of_worker[worker] -= 1
+        if not self.num_of_worker[worker]:
+            del self.num_of_worker[worker]
         self.seqs[row] = None
-        self.admission[row] = self.table_len[row] = self.keys[row] = self.final[row] = self.left[row] = 0
-        self.forked_from[row], self.recent_end[row] = 0, row * RECENT
-        self.running[row] = self.accept[row] = self.tainted[row] = self.decoding[row] = self.protected[row] = False
+        self.admission[row] = self.table_len[row] = self.keys[row] = self.final[row] = self.forked_from[row] = 0
+        self.recent_end[row] = row * RECENT
+        self.accept[row] = self.tainted[row] = False

@@ -163,8 +163,17 @@ class Scheduler:
         for sequence in sequences:
             self._accept(sequence, now_ns)
         leader, *followers = sequences
+        self._hash_early(leader)
         self._queue.push(leader)
         self._lead(leader, followers)
+
+    def _hash_early(self, sequence: Sequence) -> None:
+        """Between two steps, for the one that admits the sequence; but not while more wait than the executor runs: kept
+        for long, hashes would make a prompt twice as large."""
+        for executor in self._executors:
+            if executor.up and executor.pool.cache is not None and len(self._queue) < executor.max_num_seqs:
+                executor.hashes(sequence, sequence.length // executor.block_size)
+                return
 
     def _new(self, choice: Submit) -> Sequence:
         self._orders += 1

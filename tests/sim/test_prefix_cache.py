@@ -141,3 +141,13 @@ def test_a_reset_reaches_blocks_an_executor_keeps_while_it_is_away() -> None:
     sim.run()
     assert sim.clients[again].cached == 0
     sim.assert_tokens()
+
+
+def test_a_prompt_is_hashed_when_it_comes_unless_many_wait() -> None:
+    sim = Sim(info=toy_info(max_num_seqs=2))
+    keys = [sim.submit(PROMPT, 3) for _ in range(4)]
+    sequences = {sequence.key: sequence for sequence in sim.scheduler.live_sequences()}
+    assert [len(sequences[key].hashes) for key in keys] == [6, 6, 0, 0]
+    sim.run()
+    sim.assert_tokens()
+    assert sim.scheduler.stats().cache_hit_tokens > 0, "who was not hashed then was hashed later"

@@ -101,3 +101,16 @@ def test_a_reset_frees_what_is_idle_and_forgets_what_is_used() -> None:
     assert pool.num_free == 6 and pool.reset_cache() == (0, 0)
     assert sorted(pool.allocate(6).tolist()) == list(range(6))
     assert BlockPool(3, use_cache=False).reset_cache() == (0, 0)
+
+
+def test_a_few_that_are_idle_longest_are_evicted_with_the_one_that_is_needed() -> None:
+    pool = BlockPool(1024, use_cache=True)
+    assert pool.cache is not None
+    table = pool.allocate(1024)
+    pool.cache.register([str(block).encode() for block in table.tolist()], table.tolist())
+    pool.free(table, 1024)
+    oldest = table[::-1].tolist()
+    assert pool.allocate(1).tolist() == oldest[:1]
+    assert (pool.num_free, pool.available) == (3, 1023) and not any(map(pool.cache.holds, oldest[:4]))
+    assert pool.allocate(3).tolist() == oldest[1:4] and len(pool.cache) == 1020
+    assert pool.allocate(1020).tolist() == oldest[4:] and pool.available == 0, "no more than there are"
