@@ -119,9 +119,8 @@ class Draft:
             waiting=waiting,
             free_blocks=executor.pool.available,
         )
-        ends = tuple((row, start + count) for row, start, count in self.prefills)
         sampled = decode.joined_by(self.sampling_prefills)
-        executor.flights.append(Flight(self.step_id, record, sampled, ends, self.has_last_token))
+        executor.flights.append(Flight(self.step_id, record, sampled, self.prefills, self.has_last_token))
         if self.sampling_prefills and not self.has_last_token:
             executor.keep_decoding(sampled)
         executor.releases = []

@@ -25,13 +25,13 @@ Count = TypeVar("Count", int, I64)
 
 @step_message
 class Flight:
-    """A planned step whose result is not there. sampled: rows that will sample. prefills: (row, end). has_last_token:
-    for some of the sampled rows it is the last token their length allows."""
+    """A planned step whose result is not there. sampled: rows that will sample. prefills: (row, start, count), handed
+    over. has_last_token: for some of the sampled rows it is the last token their length allows."""
 
     step_id: int
     record: StepRecord
     sampled: RowSet
-    prefills: tuple[tuple[int, int], ...]
+    prefills: list[tuple[int, int, int]]
     has_last_token: bool
 
 

@@ -273,7 +273,8 @@ class Planner:
                 return False
         # Positions that are written: of the last token none is, so a sequence that may take one more step needs one
         # more than it has tokens, and one that may not be preempted all it can get.
-        last = executor.end_of(sequence)[0] - 1
+        final, _ = executor.end_of(sequence)
+        last = final - 1
         total = last if sequence.preemptions >= self._config.max_preemptions else min(sequence.length + 1, last)
         num_blocks = -(-max(total, sequence.length) // size)
         bytes_needed = admit_bytes(sequence.length, num_blocks, sequence.request.sampling)
@@ -290,12 +291,23 @@ class Planner:
         draft.wire_bytes -= bytes_needed
         self._queue.remove(sequence)
         self._count(executor, sequence, head)
-        row = executor.take_row(sequence, self._next_admission(), head.blocks, fresh, head.computed)
+        admission_id = self._next_admission()
+        row = executor.take_row(sequence, admission_id, head.blocks, fresh, head.computed)
         if head.leader >= 0:
             self._fork(draft, row, head, sequence)
         sequence.leader = None
         sequence.sent = min(sequence.length, MAX_EXTEND_TOKENS)
-        draft.admits.append(self._admit_message(executor, sequence, row))
+        admit = Admit(
+            row=row,
+            admission_id=admission_id,
+            tokens=sequence.tokens(0, sequence.sent),
+            length=sequence.length,
+            prompt_len=sequence.prompt_len,
+            computed_len=sequence.planned,
+            blocks=u32(executor.rows.blocks(row).copy()),
+            sampling=sequence.sampling(final - sequence.prompt_len),
+        )
+        draft.admits.append(admit)
         return True
 
     @staticmethod
@@ -328,17 +340,3 @@ class Planner:
         else:
             c.cache_queried_tokens += sequence.length * has_cache
             c.cache_hit_tokens += head.computed
-
-    @staticmethod
-    def _admit_message(executor: ExecutorState, sequence: Sequence, row: int) -> Admit:
-        rows = executor.rows
-        return Admit(
-            row=row,
-            admission_id=int(rows.admission[row]),
-            tokens=sequence.tokens(0, sequence.sent),
-            length=sequence.length,
-            prompt_len=sequence.prompt_len,
-            computed_len=sequence.planned,
-            blocks=u32(rows.blocks(row).copy()),
-            sampling=sequence.sampling(int(rows.final[row]) - sequence.prompt_len),
-        )

@@ -17,13 +17,13 @@ from scheduler_svc.messages import WORKER_SHIFT, Extras, FinishReason, TokenBatc
 @step_message
 class Collected:
     """What of a step counts. sampled: the rows whose tokens do; tokens and reasons in their order, reasons as
-    FinishReason or 0. ended: entries with a reason. row_errors: with those of forks, see `forks`."""
+    FinishReason or 0. ended: entries with a reason, and which. row_errors: with those of forks, see `forks`."""
 
     flight: Flight
     sampled: RowSet
     tokens: U32
     reasons: U8
-    ended: list[int]
+    ended: dict[int, FinishReason]
     row_errors: tuple[RowError, ...]
 
 
@@ -40,9 +40,9 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
     errors = _row_errors(executor, result, flight.step_id) if result.row_errors else ()
     for error in errors:
         rows.tainted[error.row] = True
-    for row, end in flight.prefills:
-        rows.prefilled[row] = end
-        executor.register(row, end)
+    for row, start, count in flight.prefills:
+        rows.prefilled[row] = start + count
+        executor.register(row, start + count)
     sampled, tokens = flight.sampled, result.tokens
     if executor.limbo or len(tokens) < len(sampled):  # some have ended meanwhile, or failed
         index = result.emitted_rows.astype(np.int64)
@@ -106,13 +106,13 @@ def _check_row_errors(rows: Rows, result: StepResult) -> None:
 
 def _endings(
     executor: ExecutorState, sampled: RowSet, tokens: U32, is_eos: Bools, has_last_token: bool
-) -> tuple[U8, list[int]]:
+) -> tuple[U8, dict[int, FinishReason]]:
     """Which sequences end with these tokens, their newest: reasons, and the entries that have one. Only those are
     looked at that a comparison of whole columns finds."""
     rows, index, may_end = executor.rows, sampled.index, is_eos
     has_eos = bool(np.count_nonzero(is_eos))
     if not (has_last_token or has_eos or rows.num_with_stops):
-        return sampled.batch().no_reasons, []
+        return sampled.batch().no_reasons, {}
     if has_eos:
         may_end = is_eos & ~rows.ignore_eos[index]
     if rows.num_with_stops:
@@ -123,16 +123,16 @@ def _endings(
     found = zip(entries.tolist(), index[entries].tolist(), tokens[entries].tolist(), strict=True)
     reason_of = {entry: reason for entry, row, token in found if (reason := _end_reason(executor, row, token))}
     if not reason_of:
-        return sampled.batch().no_reasons, []
+        return sampled.batch().no_reasons, {}
     reasons: U8 = np.zeros(len(index), dtype=np.uint8)
     for entry, reason in reason_of.items():
         reasons[entry] = reason
     reasons.setflags(write=False)
-    return reasons, list(reason_of)
+    return reasons, reason_of
 
 
-def _end_reason(executor: ExecutorState, row: int, token: int) -> int:
-    """Why the row's sequence ends with `token`, its newest, as FinishReason; 0: it goes on."""
+def _end_reason(executor: ExecutorState, row: int, token: int) -> FinishReason | None:
+    """Why the row's sequence ends with `token`, its newest. None: it goes on."""
     rows, length = executor.rows, int(executor.rows.low[row])
     if executor.is_eos[token] or rows.num_with_stops:
         sequence = rows.seqs[row]
@@ -143,7 +143,7 @@ def _end_reason(executor: ExecutorState, row: int, token: int) -> int:
                 return FinishReason.EOS
             if token in sampling.stop_ids:
                 return FinishReason.STOP_TOKEN
-    return rows.end_reason[row] if length >= rows.final[row] else 0
+    return rows.end_reason[row] if length >= rows.final[row] else None
 
 
 def batches(executor: ExecutorState, collected: Collected, result: StepResult) -> dict[int, TokenBatch]:

@@ -70,7 +70,8 @@ class RowSet:
         if not others:
             return self
         both = self.mask.copy()
-        both[others] = True
+        for row in others:
+            both[row] = True
         return RowSet.where(self.rows, both)
 
     def append(self, tokens: U32) -> None:

@@ -311,10 +311,10 @@ class Scheduler:
         self._measure(executor, collected, result.timings, now_ns)
         found = batches(executor, collected, result)
         endings: list[Ending] = []
-        for entry in collected.ended:
+        for entry, reason in collected.ended.items():
             sequence = executor.rows.seqs[int(collected.sampled.index[entry])]
             assert sequence is not None
-            endings += self._end(sequence, FinishReason(int(collected.reasons[entry])), None)
+            endings += self._end(sequence, reason, None)
         for row_error in collected.row_errors:
             sequence = executor.rows.seqs[row_error.row]
             assert sequence is not None
