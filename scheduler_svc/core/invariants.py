@@ -69,7 +69,7 @@ def _check_kept(executor: ExecutorState) -> None:
     if kept is not None:
         _check_row_set(rows, kept)
         assert kept.index.tolist() == np.flatnonzero(rows.left > 0).tolist(), "the kept set is not who decodes"
-        if len(kept):
+        if executor.quiet_steps:
             assert executor.quiet_steps <= (rows.due - rows.high).min(), "a block is due earlier"
             assert executor.quiet_steps < rows.left[kept.index].min(), "a row ends earlier"
     assert rows.room > 0 and rows.recent_len.max(initial=0) + rows.room <= RECENT, "recent tokens may run over"
