@@ -3,9 +3,9 @@
     python -m bench.scheduler                     all cases
     python -m bench.scheduler --rows 256 --json   last line is one object: conditions, results
 
-The real core and the real wire codec, called as the executor driver calls them, with a modelled executor whose work is
-outside the measured time. All rows of a case are admitted in one step, with prompts of one length but where said
-otherwise, so that they all cross their block boundaries together. Cases:
+The real core and the real wire codec, called as the executor driver calls them, with a heap in huge pages where the
+service has one, and a modelled executor whose work is outside the measured time. All rows of a case are admitted in one
+step, with prompts of one length but where said otherwise, so that all cross their block boundaries together. Cases:
 
     steady    nobody comes or goes
     spread    the same with prompts of 16 lengths: in every step one row in 16 needs a block
@@ -16,8 +16,8 @@ Cases of one size run interleaved, 50 steps each in turn, so that a disturbance 
 """
 
 import argparse
-import gc
 import json
+import os
 import platform
 import sys
 from collections import deque
@@ -34,8 +34,10 @@ from bench.modelled_executor import VOCAB, ModelledExecutor, modelled_info
 from bench.serving import commit
 from common import wire
 from common.messages import Sampling, StepResult, u32
+from scheduler_svc.app import quieten_collector
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.huge_heap import exec_with_huge_heap
 from scheduler_svc.messages import Submit
 from stepwire.executor.v1 import executor_pb2 as pb
 
@@ -173,9 +175,8 @@ def summarise(samples: Samples) -> dict[str, object]:
 
 
 def measure(num_rows: int, steps: int, seed: int, queued: int) -> dict[str, dict[str, object]]:
-    """By case. The collector is as the service has it: frozen once at start, then left alone."""
-    gc.collect()
-    gc.freeze()
+    """By case. The collector is as the service has it."""
+    quieten_collector()
     cases = {
         "steady": Case(num_rows, steps, seed),
         "spread": Case(num_rows, steps, seed, spread=True),
@@ -228,6 +229,7 @@ def conditions(steps: int, queued: int) -> dict[str, object]:
         "queued": queued,
         "steps": steps,
         "vocabulary": VOCAB,
+        "allocator": f"{os.environ.get('PYTHONMALLOC', 'default')} {os.environ.get('GLIBC_TUNABLES', '')}".strip(),
         "peers": PEER_CONDITIONS,
         "commit": commit(),
     }
@@ -257,4 +259,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    exec_with_huge_heap()
     sys.exit(main())

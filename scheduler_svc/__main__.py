@@ -39,4 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    from scheduler_svc.huge_heap import exec_with_huge_heap
+
+    exec_with_huge_heap()
     sys.exit(main(sys.argv[1:]))

@@ -207,10 +207,13 @@ class ExecutorState:
         """After a step of `planned` that was not quiet: finds out how many of the next ones will be. True: some row's
         last token is planned now, and it decodes no more."""
         rows = self.rows
-        least_left = int(np.minimum.reduce(rows.left[planned.index])) if len(planned) else NEVER
-        if planned is not self._decoding or least_left == 0:
+        if planned is not self._decoding:  # some had to sit out
             self._decoding = None
-            return least_left == 0
+            return not rows.left[planned.index].all()
+        if np.count_nonzero(rows.left) < len(planned):
+            self._decoding = None
+            return True
+        least_left = int(np.minimum.reduce(rows.left[planned.index]))
         self.quiet_steps = min(int(np.minimum.reduce(rows.due - rows.high)), least_left - 1)
         return False
 

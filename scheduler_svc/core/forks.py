@@ -16,10 +16,11 @@ and they fail as the leader did, before any token of theirs is known. See `forks
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from common.frozen import step_message
 from common.messages import RowError
 from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.sequence import Sequence, SequenceState
@@ -34,7 +35,7 @@ def choices(request: Submit) -> Iterator[Submit]:
         yield replace(request, key=child.key, sampling=sampling, trace_context=b"", children=())
 
 
-@dataclass(frozen=True, slots=True)
+@step_message
 class Head:
     """blocks: the table begins with these, which get one more user. computed: positions that need no computation; those
     past `blocks` come with a copy. leader: row of the sequence forked from, -1: none. copied: its block to copy into

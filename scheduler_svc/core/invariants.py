@@ -51,7 +51,7 @@ def _check_rows(executor: ExecutorState) -> None:
         assert rows.computed(row) < rows.low[row]
         assert rows.high[row] - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
         assert rows.left[row] == (rows.final[row] - rows.high[row] if rows.decoding[row] else 0)
-        assert (rows.due[row] >= NEVER) >= (not rows.decoding[row] or rows.capacity[row] >= rows.final[row] - 1)
+        assert (rows.due[row] > NEVER // 2) >= (not rows.decoding[row] or rows.capacity[row] >= rows.final[row] - 1)
         assert (row in executor.prefilling) != bool(rows.decoding[row]), "a row is in both phases, or in none"
     assert sum(_is_tried(executor, row) for row in running) <= 1, "more than one suspect is on trial"
     flights = [flight.step_id for flight in executor.flights]

@@ -18,7 +18,7 @@ class EpochStart:
     known_incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@step_message
 class Ending:
     """A request left the core: with a reason (its last TokenBatch entry carries it too) or with an error."""
 

@@ -24,7 +24,7 @@ class Rows:
     sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
     protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
     it ends, for end_reason; left: final - high while decoding, else 0. table[row, :table_len]: its blocks; capacity:
-    token slots they cover; due: the `high` from which it needs another block, at least NEVER while it does not decode.
+    token slots they cover; due: the `high` from which it needs another block, about NEVER if none or not decoding.
     prefilled: known computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader
     whose prompt its table began with, 0: none. last_step: the last step naming the row.
     recent: known tokens the Sequences have not got yet, RECENT places for each row; the row's next one goes to

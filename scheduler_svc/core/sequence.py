@@ -20,8 +20,8 @@ class SequenceState(IntEnum):
 
 
 class Sequence:
-    """Owner: the scheduler. Known tokens are in `tokens()`; those of a running sequence since its last flush lie in the
-    row's `recent` column.
+    """Owner: the scheduler. Known tokens are in `tokens()`, `length` of them; those of a running sequence since its
+    last flush lie in the row's `recent` column.
 
     rank: see policies. tenant: slot in Tenants. salt: of the prefix cache. cached: prompt tokens found in the prefix
     cache at first admission (-1: never admitted). deaths, death_length, death_mark: see suspects.
@@ -32,7 +32,6 @@ class Sequence:
     """
 
     __slots__ = (
-        "_length",
         "_tokens",
         "admitted_len",
         "cached",
@@ -43,7 +42,9 @@ class Sequence:
         "followers",
         "hash_block_size",
         "hashes",
+        "key",
         "leader",
+        "length",
         "next_prompt_logprob",
         "num_known",
         "order",
@@ -65,13 +66,14 @@ class Sequence:
 
     def __init__(self, request: Submit, order: int, rank: int, salt: bytes = b"") -> None:
         self.request = request
+        self.key = request.key
         self.order = order
         self.rank = rank
         self.tenant = 0
         self.salt = salt
         self.prompt_len = len(request.prompt)
         self._tokens: U32 = request.prompt
-        self._length = self.prompt_len
+        self.length = self.prompt_len
         self.state = SequenceState.WAITING
         self.ticket = 0
         self.preemptions = 0
@@ -95,45 +97,36 @@ class Sequence:
         self.num_known = 0  # head blocks of the table that others may use or find; registered or not
 
     @property
-    def key(self) -> int:
-        return self.request.key
-
-    @property
-    def length(self) -> int:
-        """Known tokens, but for those in the row's `recent` column."""
-        return self._length
-
-    @property
     def was_admitted(self) -> bool:
         return self.cached >= 0
 
     @property
     def is_suspect(self) -> bool:
         """Executors died more than once while they computed it, and it got no further since. See suspects."""
-        return self.deaths >= SUSPECT_DEATHS and self._length <= self.death_length
+        return self.deaths >= SUSPECT_DEATHS and self.length <= self.death_length
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.request.sampling.num_prompt_logprobs > 0 and self.next_prompt_logprob < self.prompt_len
 
     def append(self, tokens: U32) -> None:
-        end = self._length + len(tokens)
+        end = self.length + len(tokens)
         if end > len(self._tokens) or not self._tokens.flags.writeable:
-            grown = np.empty(max(end + 64, self._length * 5 // 4), dtype=np.uint32)
-            grown[: self._length] = self._tokens[: self._length]
+            grown = np.empty(max(end + 64, self.length * 5 // 4), dtype=np.uint32)
+            grown[: self.length] = self._tokens[: self.length]
             self._tokens = grown
-        self._tokens[self._length : end] = tokens
-        self._length = end
+        self._tokens[self.length : end] = tokens
+        self.length = end
 
     def tokens(self, start: int = 0, end: int | None = None) -> U32:
         """Known tokens, read-only and safe to hand over: the prompt itself, or a copy."""
         if start == 0 and end == self.prompt_len and self._tokens is self.request.prompt:
             return self._tokens
-        return u32(self._tokens[start : self._length if end is None else end].copy())
+        return u32(self._tokens[start : self.length if end is None else end].copy())
 
     def view(self) -> U32:
         """Known tokens without a copy: valid until the next append."""
-        return self._tokens[: self._length]
+        return self._tokens[: self.length]
 
     def sampling(self, max_tokens: int) -> Sampling:
         """What an Admit carries: `max_tokens` resolved, prompt logprobs only where they are still wanted."""

@@ -32,7 +32,7 @@ class Tenants:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.served: NDArray[np.float64] = np.zeros(16)
         self.weight: NDArray[np.float64] = np.ones(16)
-        self.live: I64 = np.zeros(16, dtype=np.int64)
+        self.live = [0] * 16
         self.accepted: I64 = np.zeros(16, dtype=np.int64)
         self.prompt_tokens: I64 = np.zeros(16, dtype=np.int64)
         self.generated_tokens: I64 = np.zeros(16, dtype=np.int64)
@@ -93,7 +93,7 @@ class Tenants:
                 TenantStats(
                     tenant=name,
                     requests=int(self.accepted[slot]),
-                    waiting=int(self.live[slot] - run[slot]),
+                    waiting=self.live[slot] - int(run[slot]),
                     running=int(run[slot]),
                     prompt_tokens=int(self.prompt_tokens[slot]),
                     generated_tokens=int(self.generated_tokens[slot]),
@@ -117,7 +117,8 @@ class Tenants:
         return slot
 
     def _grow(self) -> None:
-        for column in ("served", "weight", "live", "accepted", "prompt_tokens", "generated_tokens"):
+        self.live += [0] * len(self.live)
+        for column in ("served", "weight", "accepted", "prompt_tokens", "generated_tokens"):
             old = getattr(self, column)
             setattr(
                 self, column, np.concatenate([old, np.ones_like(old) if column == "weight" else np.zeros_like(old)])

@@ -46,6 +46,8 @@ class Turns:
         """Where the policy says so, the next to be admitted takes the place of running ones that rank far enough behind
         it: first of the `max_num_seqs`, then, once an attempt has shown how many are short, their blocks. On one
         executor only, and only when that helps."""
+        if not self._policy.evicts:
+            return
         head = self._queue.peek()
         limit = self._policy.evicts_after(head.rank) if head is not None else None
         if head is None or limit is None or head.is_suspect or self.next(executor) is not head:
