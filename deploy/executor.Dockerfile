@@ -17,8 +17,8 @@ FROM python:3.11-slim AS torch
 RUN python -m venv /opt/stepwire
 ENV PATH=/opt/stepwire/bin:$PATH
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG TORCH_VERSION=2.13.0
-# What torch itself depends on follows with the rest, from the usual index and under the constraints.
+ARG TORCH_VERSION=2.14.1
+# What torch itself depends on follows with the rest, from the same folder and the usual index, under the constraints.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=wheels,target=/wheels \
     if ls /wheels/torch-*.whl >/dev/null 2>&1; then \
@@ -33,8 +33,9 @@ COPY pyproject.toml constraints.txt ./
 COPY client/pyproject.toml client/
 COPY deploy/requirements.py deploy/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=wheels,target=/wheels \
     python -P deploy/requirements.py project executor hub > /tmp/requirements.txt \
-    && pip install -c constraints.txt -r /tmp/requirements.txt setuptools
+    && pip install -c constraints.txt --find-links /wheels -r /tmp/requirements.txt setuptools
 
 # The project alone, in a layer of its own that is small and changes often.
 FROM deps AS code

@@ -1,6 +1,5 @@
 """From what a user writes after --model to files on disk: the default model, a path, or a hub id."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,8 @@ from common.model_files.default_model import DEFAULT_ID, WHEEL_BYTES, default_pa
 from common.model_files.describe import read_model
 from common.model_files.description import ModelFiles, Progress, no_progress
 from common.model_files.hub import find_on_disk, pull_from_hub
+from common.model_files.hub_names import HubName, parse_hub_name
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _DEFAULT_NAMES = frozenset({"", "default", DEFAULT_ID})
 
 
@@ -28,22 +27,22 @@ class ListedModel:
 def resolve(reference: str = "", progress: Progress = no_progress, *, load_format: str = "auto") -> ModelFiles:
     """The model `reference` names, pulled first where need be, its headers read and checked.
 
-    `reference`: "" or "default" (the default model), a path, or a hub id `owner/name[@revision]`. A path that exists
-    wins over a hub id. `load_format`: as both services' configuration has it. Blocks; may take minutes. Raises
+    `reference`: "" or "default" (the default model), a path, or a hub id `owner/name[@revision][:gguf]`. A path that
+    exists wins over a hub id. `load_format`: as both services' configuration has it. Blocks; may take minutes. Raises
     ModelError.
     """
     path = pull(reference, progress)
     if reference in _DEFAULT_NAMES:
         return read_model(path, DEFAULT_ID, dummy=load_format == "dummy")
-    return read_model(path, reference if _is_hub_id(reference) else "", dummy=load_format == "dummy")
+    return read_model(path, reference if _hub_name(reference) else "", dummy=load_format == "dummy")
 
 
 def pull(reference: str = "", progress: Progress = no_progress) -> Path:
     """Makes the model's files be on this machine; returns the directory or GGUF file. Raises ModelError."""
     if reference in _DEFAULT_NAMES:
         return pull_default(progress)
-    if _is_hub_id(reference):
-        return pull_from_hub(reference, progress)
+    if name := _hub_name(reference):
+        return pull_from_hub(name, progress)
     path = Path(reference).expanduser()
     if path.exists():
         return path
@@ -54,8 +53,8 @@ def model_path(reference: str = "") -> Path | None:
     """Where the model lies on this machine; None: it would have to be pulled. Uses no network."""
     if reference in _DEFAULT_NAMES:
         return find_default()
-    if _is_hub_id(reference):
-        return find_on_disk(reference)
+    if name := _hub_name(reference):
+        return find_on_disk(name)
     path = Path(reference).expanduser()
     return path if path.exists() else None
 
@@ -74,5 +73,5 @@ def list_models() -> list[ListedModel]:
     return models
 
 
-def _is_hub_id(reference: str) -> bool:
-    return _HUB_ID.fullmatch(reference) is not None and not Path(reference).expanduser().exists()
+def _hub_name(reference: str) -> HubName | None:
+    return None if Path(reference).expanduser().exists() else parse_hub_name(reference)
