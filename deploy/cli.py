@@ -183,7 +183,10 @@ def top(
 
 @models.command("pull")
 def models_pull(
-    model: Annotated[str, typer.Argument(help="a hub id; none: the default model")] = "", json: Json = False
+    model: Annotated[
+        str, typer.Argument(help="a hub id, as owner/name or owner/name:Q8_0; none: the default model")
+    ] = "",
+    json: Json = False,
 ) -> None:
     """Fetch a model's files and print where they are."""
     from deploy import model_commands
