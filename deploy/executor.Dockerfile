@@ -2,7 +2,8 @@
 #   docker build -f deploy/executor.Dockerfile -t stepwire-executor .
 # Where torch comes from, first that holds:
 #   a folder of wheels     put torch-*.whl into deploy/wheels/cpu, or --build-arg TORCH_WHEELS=other/folder (inside the build
-#                          context; engines since 23 also take --build-context wheels=/any/folder)
+#                          context; engines since 23 also take --build-context wheels=/any/folder). Other wheels in it are
+#                          taken before the index's: `pip download torch -d deploy/wheels/cuda` brings all of a CUDA build
 #   an index               --build-arg TORCH_INDEX=URL; the default is PyTorch's index of CPU builds; empty: pip's own
 #                          index, whose build for Linux x86-64 is CUDA's
 # Kernels are built where they run, so the image has a compiler; --build-arg COMPILER= leaves it out, and no Debian mirror is

@@ -1,6 +1,7 @@
 """Brings the compose stack up for real, checks what docker-compose.yml promises, and takes it down again.
 
     sh deploy/verify-compose [--record FILE]
+    sh deploy/verify-compose --cuda-image [--record FILE]      see deploy/verify_gpu.py
 
 Needs a Docker engine with compose. Where Jaeger's image can't be pulled, a stand-in takes its name (deploy/standin) and
 the report says so. A wheel of torch that pip is configured with locally is put into deploy/wheels/cpu for the time.
@@ -9,9 +10,7 @@ the report says so. A wheel of torch that pip is configured with locally is put 
 import argparse
 import contextlib
 import hashlib
-import json
 import re
-import socket
 import sys
 import tempfile
 import threading
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.compose_inputs import Report, jaeger, local_torch, versions
-from deploy.compose_stack import ROOT, CommandFailed, Events, Stack, docker
+from deploy.compose_stack import ROOT, CommandFailed, Events, Stack, docker, free_port
+from deploy.verify_gpu import check_gpu_file, verify_cuda_image
 from stepwire_client import Client, Delta, Finished, FinishReason, StepwireError
 
 SERVICES: Final = ("executor", "scheduler", "jaeger")
@@ -41,12 +41,6 @@ def eventually(holds: Callable[[], bool], timeout_s: float) -> bool:
             return False
         time.sleep(0.5)
     return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def check_order(report: Report, rows: list[tuple[float, str, str, str]]) -> None:
@@ -185,14 +179,6 @@ def check_drain(report: Report, stack: Stack, client: Client) -> None:
         report.check(code == 0, f"{service} ends by itself, within its grace period", f"exit code {code}")
 
 
-def check_gpu_file(report: Report) -> None:
-    files = ["-f", "docker-compose.yml", "-f", "deploy/compose.gpu.yml"]
-    executor = json.loads(docker("compose", *files, "config", "--format", "json"))["services"]["executor"]
-    devices = executor["deploy"]["resources"]["reservations"]["devices"]
-    holds = devices[0]["driver"] == "nvidia" and executor["environment"]["STEPWIRE_DEVICE"] == "cuda"
-    report.check(holds, "deploy/compose.gpu.yml is valid and adds a GPU (not run: no GPU here)", devices[0])
-
-
 def check_given_model(report: Report, files: list[Path]) -> None:
     """Any file will do: here only the copying is looked at."""
     file = ROOT / "LICENSE"
@@ -243,9 +229,16 @@ def verify(report: Report) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="deploy/verify-compose")
     parser.add_argument("--record", type=Path, help="also write the report to this file")
-    record: Path | None = parser.parse_args().record
+    parser.add_argument(
+        "--cuda-image", action="store_true", help="instead: the image for a GPU, built and run on the CPU"
+    )
+    arguments = parser.parse_args()
+    record: Path | None = arguments.record
     report = Report()
-    verify(report)
+    if arguments.cuda_image:
+        verify_cuda_image(report)
+    else:
+        verify(report)
     report.say(f"{sum(line.startswith('ok') for line in report.lines)} passed, {report.failed} failed")
     if record is not None:
         record.write_text("\n".join(report.lines) + "\n")

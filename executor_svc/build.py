@@ -86,7 +86,9 @@ def make_device(name: str, *, threads: int = 0) -> Device:
     if kind != "cuda" or (index and not index.isdecimal()):
         raise ConfigError(f"unknown device {name!r}", field="device")
     if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"there is no {name} device", field="device")
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU alone"
+        found = f"torch {torch.__version__}, built {built}, finds {torch.cuda.device_count()}"
+        raise ConfigError(f"there is no {name} device: {found}", field="device")
     return CudaDevice(int(index or 0))
 
 

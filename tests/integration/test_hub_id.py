@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.fakes.hub_server import serving_hub
-from tests.unit.models.checkpoints import SHAPE, save
+from tests.unit.models.checkpoints import make_model, save
 from tests.unit.tokenizer.vocabularies import SPECIAL, byte_level_vocabulary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -26,8 +25,7 @@ def make_repository(directory: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    config = transformers.LlamaConfig(**{**SHAPE, "vocab_size": len(tokens), "eos_token_id": 2})
-    save(transformers.LlamaForCausalLM(config), directory)
+    save(make_model("llama", vocab_size=len(tokens)), directory)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     (directory / "pytorch_model.bin").write_bytes(b"never fetched")

@@ -95,6 +95,7 @@ def test_names_that_do_not_exist() -> None:
         with pytest.raises(ConfigError) as error:
             make_device(name)
         assert error.value.field == "device"
+    assert f"there is no cuda:99 device: torch {torch.__version__}, built for" in error.value.message
 
 
 def test_default_precision() -> None:

@@ -50,10 +50,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(case: str) -> Any:
+def make_model(case: str, **further: Any) -> Any:
     """transformers' model of `case`, random but the same each time, weights large enough that every part matters."""
     name, changes = CASES[case]
-    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes})
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes, **further})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

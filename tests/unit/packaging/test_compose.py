@@ -134,6 +134,20 @@ def test_the_gpu_file_changes_the_executor_alone() -> None:
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
 
 
+def test_the_gpu_file_gives_the_executor_an_image_and_a_device_and_takes_nothing_away() -> None:
+    executor = load("deploy/compose.gpu.yml")["services"]["executor"]
+    assert set(executor) == {"image", "build", "environment", "mem_limit", "deploy"}  # no tmpfs, no user, no ports
+    assert executor["environment"] == {"STEPWIRE_DEVICE": "cuda", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    assert executor["build"]["args"] == {"TORCH_INDEX": "${TORCH_INDEX:-}", "TORCH_WHEELS": "deploy/wheels/cuda"}
+    assert executor["image"] == "stepwire-executor-cuda" and executor["mem_limit"] == "${EXECUTOR_MEMORY:-0}"
+
+
+def test_scripts_and_images_ask_for_one_release_of_torch() -> None:
+    image, script = (ROOT / "deploy" / name for name in ("executor.Dockerfile", "dev"))
+    (asked,) = re.findall(r"^ARG TORCH_VERSION=(\S+)$", image.read_text(), re.MULTILINE)
+    assert f"torch_version=${{TORCH_VERSION:-{asked}}}\n" in script.read_text()
+
+
 def test_jaeger_listens_where_compose_expects_it(services: dict[str, Any]) -> None:
     jaeger = load("deploy/jaeger.yaml")
     assert jaeger["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"] == "0.0.0.0:4317"
