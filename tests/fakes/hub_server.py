@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -28,7 +28,7 @@ class Hub:
 
     `revisions`: repository → revision → path → content. `refused`: repository → (status, error code).
     `cut_after`: bytes of a large file after which the connection breaks, once; None: never.
-    `broken`: large files are answered 503 from then on.
+    `broken`: large files are answered 503 from then on. `held`: while not set, a large file stops half-way.
     """
 
     address: str = ""
@@ -36,6 +36,7 @@ class Hub:
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     cut_after: int | None = None
     broken: bool = False
+    held: Event = field(default_factory=Event)
     requests: list[str] = field(default_factory=list)
 
     def add(self, repository: str, directory: Path, revision: str = "main") -> None:
@@ -50,6 +51,7 @@ class Hub:
 @contextmanager
 def serving_hub() -> Iterator[Hub]:
     hub = Hub()
+    hub.held.set()
 
     class Handler(_Handler):
         pass
@@ -62,6 +64,7 @@ def serving_hub() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.held.set()
         server.shutdown()
         server.server_close()
         thread.join(10)
@@ -172,5 +175,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: self.hub.cut_after])
             self.hub.cut_after = None
             self.close_connection = True
+        elif cut:
+            half = len(body) // 2
+            self.wfile.write(body[:half])
+            self.hub.held.wait(60)
+            self.wfile.write(body[half:])
         else:
             self.wfile.write(body)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,23 @@ def test_a_pull_that_failed_leaves_no_half_model_and_the_next_fetches_what_is_mi
     before = len(served.fetched())
     path = catalog.pull(NAME)
     assert served.fetched()[before:] == ["model.safetensors"] and catalog.model_path(NAME) == path
+
+
+def test_an_interrupt_does_not_wait_for_the_rest(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 16)
+    served.held.clear()
+
+    def interrupt(activity: str, done: int, total: int) -> None:
+        if done > 0 and "model.safetensors" in served.fetched():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        catalog.pull(NAME, interrupt)
+    served.held.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("hub_")]:
+        thread.join(30)  # ends by itself with the next bytes
+        assert not thread.is_alive()
+    assert catalog.model_path(NAME) is None
 
 
 @pytest.mark.parametrize(
