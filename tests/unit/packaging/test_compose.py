@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,16 @@ def test_dockerfiles_name_no_frontend_and_no_host_but_pytorchs(dockerfile: Path)
     text = dockerfile.read_text()
     assert "syntax=" not in text
     assert all(url.startswith("download.pytorch.org") for url in text.split("https://")[1:])
+
+
+def test_the_build_context_holds_every_package() -> None:
+    """Images install the whole project: a package that .dockerignore keeps out fails their build."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for package in setuptools["packages"]:
+        top, *rest = package.split(".")
+        file = Path(setuptools["package-dir"].get(top, top), *rest, "__init__.py")
+        assert let_in & {str(file), *map(str, file.parents)}, package
 
 
 def test_the_executor_can_build_its_kernels_and_load_them(services: dict[str, Any]) -> None:
