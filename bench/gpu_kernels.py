@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu_attention import decode, prefill
+from bench.gpu_layers import layers
 from bench.gpu_report import Part, Row, Shape, Sizes, error_of, make_row, random_bf16
 from bench.gpu_timing import Bounds, measure_bounds, time_us
 from executor_svc.buffers import RowState
@@ -14,7 +15,7 @@ from executor_svc.kernels.activation import silu_mul
 from executor_svc.kernels.norm import add_rms_norm
 from executor_svc.kernels.rotary import rotate_and_write
 from executor_svc.kernels.sampling import sample_step
-from executor_svc.kernels.skinny import CANDIDATES, config_for, skinny_linear
+from executor_svc.kernels.skinny import candidates_for, config_for, skinny_linear
 from executor_svc.models.rope import rotate
 from executor_svc.rows import RowNeeds
 from executor_svc.sampler import SamplePlan, sample
@@ -157,10 +158,11 @@ def _skinny(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) ->
         for count in sizes.rows:
             x = random_bf16(count, inner, device=device)
             want = x.float() @ weights[0].float().t()
-            error = max(error_of(skinny_linear(x, weights[0], config), want) for config in CANDIDATES)
+            candidates = candidates_for(count)
+            error = max(error_of(skinny_linear(x, weights[0], config), want) for config in candidates)
             times = {
                 config: time_us([lambda w=w, c=config, x=x: skinny_linear(x, w, c) for w in weights])  # type: ignore[misc]
-                for config in CANDIDATES
+                for config in candidates
             }
             best = min(times, key=times.__getitem__)
             torch_us = time_us([lambda w=w, x=x: F.linear(x, w) for w in weights])  # type: ignore[misc]
@@ -172,4 +174,4 @@ def _skinny(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) ->
             )  # fmt: skip
 
 
-PARTS: tuple[Part, ...] = (decode, prefill, _between_products, _sampling, _skinny)
+PARTS: tuple[Part, ...] = (decode, prefill, _between_products, _sampling, _skinny, layers)

@@ -39,7 +39,8 @@ SECTIONS: Final = {
     ),
     "check": (
         "Checks",
-        ("name", "right", "error_rms", "library_error_rms", "different", "different_without_graphs", "products"),
+        ("name", "right", "error_rms", "library_error_rms", "different", "different_without_graphs",
+         "different_launched_early", "products"),
         "`error_rms`: of logprobs, against transformers in float32; `library_error_rms`: that of transformers in "
         "bfloat16.",
     ),
@@ -47,8 +48,8 @@ SECTIONS: Final = {
     "memory": ("The device once the service stands", ("model", "device"), ""),
 }  # fmt: skip
 KERNELS: Final = (
-    "kernel", "model", "what", "us", "torch_us", "ratio", "of_bound", "error", "right", "tb_per_s", "tflop_per_s",
-    "bytes_per_s", "flops_per_s", "best", "by_rule_us",
+    "kernel", "model", "what", "us", "torch_us", "ratio", "of_bound", "error", "right", "tb_per_s", "torch_tb_per_s",
+    "tflop_per_s", "bytes_per_s", "flops_per_s", "best", "by_rule_us",
 )  # fmt: skip
 
 

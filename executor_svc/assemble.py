@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.model_files.description import ModelFiles, Progress
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
-from executor_svc.environment import cgroup_cpus
+from executor_svc.environment import cgroup_cpus, why_no_triton
 from executor_svc.kernels_cpu.compile import NoKernels
 from executor_svc.kernels_cpu.decoder import unsupported
 from executor_svc.kernels_cpu.library import Library, load_library
@@ -56,6 +56,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         model = native
     else:
         device = make_device(config.device, threads=_threads(config))
+        _set_early_launch(config, device)
         ops = make_ops(config.numerics, device.torch_device)
         kind = device.torch_device.type
         dtype = _DTYPES.get(config.dtype) or default_dtype(config.numerics, kind) or model_dtype(files)
@@ -93,6 +94,23 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         eos_ids=description.eos_ids,
         progress=progress,
     )
+
+
+def _set_early_launch(config: ExecutorConfig, device: Device) -> None:
+    """Before any kernel is launched. Raises ConfigError where it was asked for and can not be had."""
+    if not config.early_launch:
+        return
+    reason = why_no_triton()
+    if device.torch_device.type != "cuda":
+        reason = f"it is for GPUs, not for {device.name}"
+    elif not reason and torch.cuda.get_device_capability(device.torch_device) < (9, 0):
+        reason = f"{device.name} is older than capability 9.0"
+    if reason:
+        raise ConfigError(f"early_launch: {reason}", field="early_launch")
+    from executor_svc.kernels.early import launch_early  # only now: a CPU's installation has no triton
+
+    launch_early(True)
+    log.info("kernels are launched before the one ahead of them ends")
 
 
 def _check_fit(config: ExecutorConfig, files: ModelFiles, device: Device, kind: str, num_bytes: int) -> None:

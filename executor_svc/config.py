@@ -40,6 +40,10 @@ class ExecutorConfig(ServiceConfig):
     attention_backend: str = Field(
         default="auto", description="auto, torch, triton, varlen or exact; auto: what suits numerics and device"
     )
+    early_launch: bool = Field(
+        default=False,
+        description="on a GPU of capability 9.0 or newer: kernels start before the one ahead ends; measure first",
+    )
     threads: int = Field(
         default=0, ge=0, description="compute threads on the CPU; 0: what host, cgroup and affinity give"
     )

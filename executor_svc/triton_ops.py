@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from executor_svc.graph_timing import replayed_ms
 from executor_svc.kernels import activation, norm
-from executor_svc.kernels.skinny import CANDIDATES, MAX_ROWS, SkinnyConfig, skinny_linear
+from executor_svc.kernels.skinny import MAX_ROWS, SkinnyConfig, candidates_for, skinny_linear
 from executor_svc.numerics import FastOps
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class TritonOps(FastOps):
     def __init__(self) -> None:
         super().__init__()
         self.products: dict[tuple[int, int, int], SkinnyConfig] = {}
+        self._settled: set[tuple[int, int]] = set()
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.shape[0]
@@ -53,19 +54,22 @@ class TritonOps(FastOps):
     def settle(self, weights: Iterable[torch.Tensor]) -> None:
         """Measures the model's own weights, shape by shape, on the current CUDA stream, which is not the default one.
 
-        A kernel is taken where it beats the library by 3 %: below that the choice would be noise.
+        A kernel is taken where it beats the library by 3 %: below that the choice would be noise. What was measured is
+        not measured again: another runner over the same weights multiplies the same way.
         """
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for weight in weights:
-            if weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous():
-                shapes.setdefault((weight.shape[0], weight.shape[1]), []).append(weight)
+            shape, is_half = (weight.shape[0], weight.shape[1]), weight.dtype in (torch.bfloat16, torch.float16)
+            if is_half and weight.is_contiguous() and shape not in self._settled:
+                shapes.setdefault(shape, []).append(weight)
+        self._settled |= shapes.keys()
         for (num_out, inner), same in shapes.items():
             for rows in _ROW_COUNTS:
                 x = torch.randn(rows, inner, device=same[0].device).to(same[0].dtype)
                 library = _time_ms(lambda w, x=x: F.linear(x, w), same)  # type: ignore[misc]
                 times = {
                     config: _time_ms(lambda w, x=x, c=config: skinny_linear(x, w, c), same)  # type: ignore[misc]
-                    for config in CANDIDATES
+                    for config in candidates_for(rows)
                 }
                 best = min(times, key=times.__getitem__)
                 if times[best] < 0.97 * library:

@@ -4,12 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
+from executor_svc.kernels.early import await_previous, early_options
+
 _BLOCK = 1024
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """See silu_mul."""
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < WIDTH
@@ -24,6 +27,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         silu_mul_kernel[(num_tokens, -(-width // _BLOCK))](
-            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=4
+            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=4, **early_options()
         )
     return out

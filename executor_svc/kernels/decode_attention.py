@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from executor_svc.kernels.early import await_previous, early_options
 from executor_svc.kernels.tiles import (
     LOG2_E,
     LOWEST,
@@ -40,9 +41,10 @@ def decode_kernel(
     q_stride, table_stride, num_parts, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, HAS_INDEX: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See decode_attention."""
+    await_previous(EARLY)
     head, split, at = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(rows + at)
     token = at
@@ -98,9 +100,10 @@ def decode_kernel(
 def join_kernel(
     out, parts, stats, index, num_parts,
     HEADS: tl.constexpr, DIM: tl.constexpr, FIXED: tl.constexpr, HAS_INDEX: tl.constexpr,
-    D: tl.constexpr, MAX_PARTS: tl.constexpr,
+    D: tl.constexpr, MAX_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See decode_attention. MAX_PARTS: of an even split."""
+    await_previous(EARLY)
     head, at = tl.program_id(0), tl.program_id(1)
     token = at
     if HAS_INDEX:
@@ -211,10 +214,12 @@ def decode_attention(
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=block_size, WINDOW=window,
         IS_SPLIT=split.parts > 1, SPLIT_TOKENS=split.tokens, HAS_INDEX=index is not None,
         M=max(16, triton.next_power_of_2(group)), D=padded, TILE=tile_keys(dim, q.dtype), STAGES=5, num_warps=4,
+        **early_options(),
     )  # fmt: skip
     if split.parts > 1:
         join_kernel[(heads, batch)](
             out, workspace.parts, workspace.stats, rows if index is None else index, split.parts,
             HEADS=heads, DIM=dim, FIXED=split.tokens > 0, HAS_INDEX=index is not None,
             D=padded, MAX_PARTS=_MAX_SPLITS, num_warps=4,
+            **early_options(),
         )  # fmt: skip

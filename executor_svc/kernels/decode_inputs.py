@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.buffers import RowState
+from executor_svc.kernels.early import await_previous, early_options
 from executor_svc.kv_cache import KvCache
 
 _BLOCK = 256
@@ -16,9 +17,10 @@ FINE, PADDING = tl.constexpr(1), tl.constexpr(2)
 def decode_inputs_kernel(
     idx, cursor, place, dead, lengths, last_token, block_tables, rows, positions, tokens, slots, status,
     count, pad_row, sink_block, table_stride, idx_stride, num_slots,
-    BLOCK_SIZE: tl.constexpr, HAS_CURSOR: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_CURSOR: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See decode_inputs. With a cursor there is one program."""
+    await_previous(EARLY)
     source = idx
     slot_at = tl.program_id(0).to(tl.int64)
     if HAS_CURSOR:
@@ -61,5 +63,6 @@ def decode_inputs(
         idx, idx if cursor is None else cursor, place, state.dead, state.length, state.last_token, state.block_tables,
         *made, count, state.pad_row, cache.sink_block, state.block_tables.stride(0), idx.stride(0), idx.shape[0],
         BLOCK_SIZE=cache.shape.block_size, HAS_CURSOR=cursor is not None, BLOCK=_BLOCK, num_warps=4,
+        **early_options(),
     )  # fmt: skip
     return made if cursor is None else (*made, place)

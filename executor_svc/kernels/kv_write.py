@@ -4,13 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
+from executor_svc.kernels.early import await_previous, early_options
+
 
 @triton.jit
 def kv_write_kernel(
     k, v, slots, keys, values, k_stride, v_stride, num_slots,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See write_kv."""
+    await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     columns = tl.arange(0, BLOCK)
@@ -38,4 +41,5 @@ def write_kv(
     kv_write_kernel[(k.shape[0],)](
         k, v, slots, keys, values, k.stride(0), v.stride(0), num_slots,
         WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4,
+        **early_options(),
     )  # fmt: skip

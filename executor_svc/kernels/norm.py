@@ -4,13 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
+from executor_svc.kernels.early import await_previous, early_options
+
 
 @triton.jit
 def norm_kernel(
     x, residual, weight, out, x_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See rms_norm and add_rms_norm."""
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_there = columns < WIDTH
@@ -44,5 +47,6 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
         norm_kernel[(num_tokens,)](
             x, x if residual is None else residual, weight, out, x.stride(0), eps,
             WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=4 if block <= 2048 else 8,
+            **early_options(),
         )  # fmt: skip
     return out

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from executor_svc.kernels.early import await_previous, early_options
+
 # Heads of one program.
 _HEADS = 8
 
@@ -16,9 +18,10 @@ _HEADS = 8
 def rotary_kernel(
     qkv, positions, table, slots, q_weight, k_weight, q, keys, values, qkv_stride, num_slots, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See rotate_and_write. A head is two halves, [BLOCK, D] each; values go through untouched."""
+    await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dims = tl.arange(0, D)
@@ -87,5 +90,6 @@ def rotate_and_write(
             qkv, positions, table, slots, q_weight, k_weight, q, keys, values, qkv.stride(0), num_slots, eps,
             HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, HAS_NORM=norms is not None,
             BLOCK=_HEADS, D=triton.next_power_of_2(dim // 2), num_warps=2,
+            **early_options(),
         )  # fmt: skip
     return q

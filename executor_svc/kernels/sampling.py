@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.buffers import RowState
+from executor_svc.kernels.early import await_previous, early_options
 
 # Logits a program looks at at once.
 _BLOCK = 4096
@@ -50,9 +51,10 @@ def changes_of(row, changes, lengths, min_length):
 def best_kernel(
     logits, rows, floats, lengths, changes, min_length, counts, in_prompt, bias, stops,
     changed, best, best_at, finite, num_parts, share,
-    VOCAB: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK: tl.constexpr,
+    VOCAB: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of one row's vocabulary. Writes its largest logit, where that is, and whether all are finite."""
+    await_previous(EARLY)
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + at)
     if HAS_PENALTIES:
@@ -163,9 +165,10 @@ def weight_above(
 def draw_kernel(
     logits, changed, rows, lengths, floats, ints, changes, min_length, best, finite, drawn, num_parts,
     VOCAB: tl.constexpr, MAX_PARTS: tl.constexpr, WAYS: tl.constexpr, HAS_PENALTIES: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: writes the token drawn, or -1 for a row that takes the most likely one. BLOCKS: at least of VOCAB."""
+    await_previous(EARLY)
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
     parts = tl.arange(0, MAX_PARTS)
@@ -247,9 +250,10 @@ def commit_kernel(
     rows, status, best, best_at, finite, drawn, tokens, out_status, last_token, lengths, dead, changes, counts,
     out, place, out_stride, out_rows, pad_row, num_parts,
     VOCAB: tl.constexpr, IS_RANDOM: tl.constexpr, HAS_PENALTIES: tl.constexpr, HAS_OUT: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: the token, its status, and the row's state for the next step; padding keeps its own."""
+    await_previous(EARLY)
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
     parts = tl.arange(0, MAX_PARTS)
@@ -320,14 +324,14 @@ def sample_step(
     best_kernel[(count, parts)](
         logits, rows, state.floats, state.length, state.changes, state.min_length, counts, in_prompt, bias, stops,
         changed, best, best_at, finite, parts, share,
-        VOCAB=vocab, HAS_PENALTIES=has_penalties, BLOCK=_BLOCK, num_warps=8,
+        VOCAB=vocab, HAS_PENALTIES=has_penalties, BLOCK=_BLOCK, num_warps=8, **early_options(),
     )  # fmt: skip
     if is_random:
         draw_kernel[(count,)](
             logits, changed, rows, state.length, state.floats, state.ints,
             state.changes, state.min_length, best, finite, drawn, parts,
             VOCAB=vocab, MAX_PARTS=_MAX_PARTS, WAYS=_WAYS, HAS_PENALTIES=has_penalties,
-            BLOCKS=triton.next_power_of_2(blocks), BLOCK=_BLOCK, num_warps=16,
+            BLOCKS=triton.next_power_of_2(blocks), BLOCK=_BLOCK, num_warps=16, **early_options(),
         )  # fmt: skip
     values, place = (rows, rows) if out is None else out
     commit_kernel[(count,)](
@@ -335,6 +339,6 @@ def sample_step(
         state.last_token, state.length, state.dead, state.changes, counts,
         values, place, values.stride(0), values.shape[-1], state.pad_row, parts,
         VOCAB=vocab, IS_RANDOM=is_random, HAS_PENALTIES=has_penalties, HAS_OUT=out is not None, MAX_PARTS=_MAX_PARTS,
-        num_warps=1,
+        num_warps=1, **early_options(),
     )  # fmt: skip
     return tokens, out_status

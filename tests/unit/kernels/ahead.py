@@ -7,6 +7,7 @@ Prints one JSON object: name of the case to a list of what was compiled.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,12 +32,13 @@ from executor_svc.kernels.decode_attention import (
     fixed_split,
 )
 from executor_svc.kernels.decode_inputs import decode_inputs
+from executor_svc.kernels.early import launch_early
 from executor_svc.kernels.kv_write import write_kv
 from executor_svc.kernels.norm import add_rms_norm, rms_norm
 from executor_svc.kernels.prefill_attention import prefill_attention
 from executor_svc.kernels.rotary import rotate_and_write
 from executor_svc.kernels.sampling import sample_step
-from executor_svc.kernels.skinny import CANDIDATES, SkinnyConfig, skinny_linear
+from executor_svc.kernels.skinny import SkinnyConfig, candidates_for, skinny_linear
 from executor_svc.kv_cache import KvCache, KvShape
 
 _POINTERS = {
@@ -49,6 +51,16 @@ _POINTERS = {
     torch.bool: "*i1",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+# What to look for in PTX; the last two move 16 bytes for each thread at once.
+INSTRUCTIONS = {
+    "wgmma": r"wgmma",
+    "mma.sync": r"mma\.sync",
+    "cp.async": r"cp\.async",
+    "cp.async of 16": r"cp\.async\.\w+\.shared\.global.*, 0x10,",
+    "load of 16": r"ld\.global[\w.:]*\.v(4\.(b|u)32|2\.(b|u)64)",
+}
+_TOUCHES_MEMORY = re.compile(r"\b(ld|st|atom|red)\.global|cp\.async\.\w+\.shared\.global")
 
 compiled: list[dict[str, Any]] = []
 
@@ -82,14 +94,19 @@ def compile_instead(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, 
             "warps": kernel.metadata.num_warps,
             "shared": kernel.metadata.shared,
             "target": next(line for line in kernel.asm["ptx"].splitlines() if line.startswith(".target")),
-            "instructions": [
-                name
-                for name in ("wgmma", "mma.sync", "cp.async", "ld.global.v4", "ld.global.L1")
-                if name in kernel.asm["ptx"]
-            ],
+            "early": _early(kernel.asm["ptx"]),
+            "instructions": [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, kernel.asm["ptx"])],
             **_resources(kernel.asm["cubin"]),
         }
     )
+
+
+def _early(ptx: str) -> str:
+    """Whether the kernel waits for the one before it, and does so before it touches memory."""
+    wait, touch = ptx.find("griddepcontrol.wait"), _TOUCHES_MEMORY.search(ptx)
+    if wait < 0:
+        return "no"
+    return "late" if touch is not None and touch.start() < wait else "prefetches" if "prefetch" in ptx[:wait] else "yes"
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -155,10 +172,28 @@ def sampling(batch: int, *, is_random: bool, has_penalties: bool) -> None:
     sample_step(logits, rows, rows, state, is_random=is_random, has_penalties=has_penalties, out=ring)
 
 
+def early(case: Callable[[], None]) -> Callable[[], None]:
+    """The same, launched before the kernel ahead ends."""
+
+    def launched() -> None:
+        launch_early(True)
+        try:
+            case()
+        finally:
+            launch_early(False)
+
+    return launched
+
+
 def skinny(num_out: int, inner: int, config: SkinnyConfig) -> None:
     skinny_linear(
         torch.empty(1, inner, dtype=torch.bfloat16), torch.empty(num_out, inner, dtype=torch.bfloat16), config
     )
+
+
+def products() -> None:
+    for config in candidates_for(1):
+        skinny(2048, 8192, config)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -176,7 +211,11 @@ CASES: dict[str, Callable[[], None]] = {
     "between products, l8b": lambda: between_products(128, 4096, has_norms=True),
     "sampling, greedy": lambda: sampling(1, is_random=False, has_penalties=False),
     "sampling, full": lambda: sampling(64, is_random=True, has_penalties=True),
-    **{f"skinny, {config}": lambda config=config: skinny(2048, 8192, config) for config in CANDIDATES},  # type: ignore[misc]
+    **{f"skinny, {c}": lambda c=c: skinny(2048, 8192, c) for c in candidates_for(1)},  # type: ignore[misc]
+    "early, attention": early(lambda: decode(64, even_split(1, 8, 4096))),
+    "early, between products": early(lambda: between_products(64, 2048, has_norms=False)),
+    "early, sampling": early(lambda: sampling(64, is_random=True, has_penalties=True)),
+    "early, products": early(products),
 }
 
 

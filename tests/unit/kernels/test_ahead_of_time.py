@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from executor_svc.kernels.skinny import CANDIDATES, VECTOR_CANDIDATES, SkinnyConfig
+
 pytestmark = pytest.mark.timeout(300)  # all compiling counts as the first test's
 
 # Of compute capability 9.0: shared memory of one program, registers of all its threads.
@@ -50,4 +52,37 @@ def test_attention_of_half_precision_uses_the_matrix_units(
 ) -> None:
     kernel = compiled[name][0]
     assert {"wgmma", "mma.sync"} & set(kernel["instructions"]), kernel
-    assert "cp.async" in kernel["instructions"], kernel
+    assert "cp.async of 16" in kernel["instructions"], kernel
+
+
+# What a multiprocessor must have under way for 4.8 TB/s: 132 of them, 0.8 µs from request to data.
+BYTES_IN_FLIGHT = 4.8e12 * 0.8e-6 / 132
+# Of a multiprocessor: shared memory (1 KiB more for each program), registers, threads.
+SHARED, REGISTERS, THREADS = 228 * 1024, 65536, 2048
+
+
+@pytest.mark.parametrize("config", [*CANDIDATES, *VECTOR_CANDIDATES], ids=str)
+def test_products_of_few_rows_have_enough_bytes_under_way(
+    compiled: dict[str, list[dict[str, Any]]], config: SkinnyConfig
+) -> None:
+    """Weights come 16 bytes a thread at once, past the registers where the matrix units multiply; what is asked for
+    and not yet there, of all programs that fit a multiprocessor, covers the way to memory."""
+    kernel = compiled[f"skinny, {config}"][0]
+    assert ("load of 16" if config.is_vector else "cp.async of 16") in kernel["instructions"], kernel
+    threads = 32 * kernel["warps"]
+    fit = min(SHARED // (kernel["shared"] + 1024), REGISTERS // (kernel["registers"] * threads), THREADS // threads)
+    tile = 2 * config.outs * config.inner
+    assert fit * tile * max(1, config.stages - 2) >= BYTES_IN_FLIGHT, (fit, kernel)
+
+
+@pytest.mark.parametrize("name", ["attention", "between products", "sampling", "products"])
+def test_kernels_launched_early_wait_before_they_touch_memory(
+    compiled: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    """All but the hint that weights, which no kernel writes, will be read."""
+    for kernel in compiled[f"early, {name}"]:
+        reads_weights = kernel["kernel"] in ("skinny_kernel", "vector_kernel")
+        assert kernel["early"] == ("prefetches" if reads_weights else "yes"), kernel
+    for plain, kernels in compiled.items():
+        if not plain.startswith("early"):
+            assert {kernel["early"] for kernel in kernels} == {"no"}, plain

@@ -8,6 +8,7 @@ import torch
 import bench.gpu
 import bench.gpu_attention
 import bench.gpu_kernels
+import bench.gpu_layers
 from bench.gpu_report import Row
 from bench.gpu_timing import Bounds
 from tests.interpreter import DEVICE
@@ -24,14 +25,14 @@ def test_each_kernel_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> No
         calls[0]()
         return 1.0
 
-    for module in (bench.gpu_kernels, bench.gpu_attention):
+    for module in (bench.gpu_kernels, bench.gpu_attention, bench.gpu_layers):
         monkeypatch.setattr(module, "time_us", run_once)
     monkeypatch.setattr(bench.gpu_kernels, "measure_bounds", lambda device: Bounds(1e12, 1e15))
     emitted: list[Row] = []
     rows = bench.gpu_kernels.run(DEVICE, bench.gpu_kernels.REHEARSED, emitted.append)
     assert {row["kernel"] for row in rows} == {
         "bounds", "decode attention", "prefill attention", "norm and residual", "gate", "rotation and write",
-        "sampling", "skinny product",
+        "sampling", "skinny product", "layers, launched early",
     }  # fmt: skip
     assert [row for row in rows if row.get("right") is False] == []
     assert emitted == rows

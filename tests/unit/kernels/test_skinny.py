@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from executor_svc.kernels.skinny import CANDIDATES, SkinnyConfig, config_for, skinny_linear
+from executor_svc.kernels.skinny import (
+    CANDIDATES,
+    VECTOR_CANDIDATES,
+    SkinnyConfig,
+    candidates_for,
+    config_for,
+    skinny_linear,
+)
 from tests.interpreter import DEVICE
 
 
@@ -34,3 +41,14 @@ def test_large_weights_take_large_tiles_and_small_ones_many_programs() -> None:
     assert config_for(16384, 2048).outs == 32
     assert config_for(2048, 8192).parts == 2
     assert config_for(3072, 2048).outs == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_out", "inner"), [(64, 512), (45, 2100)])
+def test_one_row_without_matrix_units(num_out: int, inner: int, dtype: torch.dtype) -> None:
+    x, weight = draw(1, inner, dtype=dtype), draw(num_out, inner, dtype=dtype) / inner**0.5
+    for config in VECTOR_CANDIDATES:
+        got = skinny_linear(x, weight, config)
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(got.float(), x.float() @ weight.float().t(), atol=tolerance, rtol=tolerance)
+    assert set(VECTOR_CANDIDATES) < set(candidates_for(1)) and candidates_for(2) == CANDIDATES
