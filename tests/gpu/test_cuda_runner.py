@@ -1,10 +1,13 @@
 """The runner on CUDA: the same tokens as on the CPU, from captured graphs, with no synchronisation in steady steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from common.messages import PlanErrorCode, StepMode, u32
 from executor_svc.build import build_runner, make_device, make_ops
+from executor_svc.environment import why_no_triton
 from executor_svc.step_executor import PlanRefused
 from tests.contract.driver import Driver, Options
 from tests.contract.executors import tiny_model, tiny_runner
@@ -44,6 +47,37 @@ def test_steady_steps_replay_graphs_and_never_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     runner.close()
+
+
+def test_steady_steps_take_no_memory_of_the_device() -> None:
+    runner = tiny_runner(numerics="fast", device=make_device("cuda"), buckets=(1, 2, 4, 8))
+    steps = started(runner)
+    sampling = replace(GREEDY, max_tokens=20)
+    steps.run(admit=(admit(0, [4, 5, 6], list(range(8)), sampling=sampling),), **prefill((0, 0, 3)))
+    for _ in range(6):  # each slot of the rings once
+        steps.decode(0)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(6):
+        steps.decode(0)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    runner.close()
+
+
+def test_tokens_are_the_same_where_kernels_are_launched_early() -> None:
+    if torch.cuda.get_device_capability() < (9, 0) or why_no_triton():
+        pytest.skip("needs capability 9.0 and Triton")
+    from executor_svc.kernels.early import launch_early
+
+    tokens = []
+    for on in (False, True):
+        launch_early(on)
+        try:
+            runner = tiny_runner(numerics="fast", device=make_device("cuda"), buckets=(1, 2, 4, 8))
+            tokens.append(Driver(runner, Options(depth=3)).run(requests(GREEDY)))
+            runner.close()
+        finally:
+            launch_early(False)
+    assert tokens[0] == tokens[1]
 
 
 def test_exact_tokens_do_not_depend_on_the_batch() -> None:
