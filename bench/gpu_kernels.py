@@ -45,6 +45,8 @@ def run(device: torch.device, sizes: Sizes = SIZES, emit: Callable[[Row], None] 
                     rows.append(row)
                     emit(row)
                     print("  ".join(f"{name}={_short(value)}" for name, value in row.items()), flush=True)
+            if device.type == "cuda":  # each timing's graph had memory of its own
+                torch.cuda.empty_cache()
     return rows
 
 

@@ -163,7 +163,7 @@ def build_runner(
     step = DeviceStep(model, backend, cache, state, graphs, rings, kernels=step_kernels(ops))
     # What was filled above ran on the default stream, which the others do not wait for.
     device.synchronize()
-    _warm_up(device, step, graphs, max_num_seqs, min(max_tokens_per_step, context), say)
+    _warm_up(device, step, graphs, max_num_seqs, max_tokens_per_step, context, say)
     info = ExecutorInfo(
         model_id=model_id,
         model_hash=model_hash,
@@ -222,11 +222,28 @@ def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
 
 
+def largest_chunks(num_rows: int, max_tokens: int, context: int) -> list[int]:
+    """Chunks of the first rows of the largest step that so many rows can make; one row, if there are several, has no
+    chunk but decodes."""
+    chunks: list[int] = []
+    left = max_tokens - num_rows  # beyond a token of each
+    while not chunks or (left > 0 and len(chunks) < num_rows - 1):
+        chunks.append(max(1, min(left + 1, context)))
+        left -= chunks[-1] - 1
+    return chunks
+
+
 def _warm_up(
-    device: Device, step: DeviceStep, graphs: GraphCache, max_num_seqs: int, max_tokens: int, say: Progress
+    device: Device,
+    step: DeviceStep,
+    graphs: GraphCache,
+    max_num_seqs: int,
+    max_tokens: int,
+    context: int,
+    say: Progress,
 ) -> None:
     """Runs steps of padding alone, the largest among them, and captures every graph, so that the first real step finds
-    all made and all memory taken. max_tokens: of a chunk, which no row is longer than."""
+    all made and all memory taken. context: of a row, which no chunk is longer than."""
     torch_device = device.torch_device
     on_cuda = torch_device.type == "cuda"
     taken: list[tuple[float, int]] = []
@@ -236,7 +253,7 @@ def _warm_up(
             for full in (False, True) if on_cuda else (False,):
                 step.run_padding(rows, full=full)
                 if on_cuda:  # where kernels are compiled when they are first used, each for every way to call it
-                    step.run_padding(rows, max(1, max_tokens - rows + 1), full=full)
+                    step.run_padding(rows, largest_chunks(rows, max_tokens, context), full=full)
 
     def capture() -> None:
         before = (time.perf_counter(), cuda_free(torch_device) if on_cuda else 0)

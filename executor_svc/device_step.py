@@ -1,5 +1,7 @@
 """What a step does on the device. Everything here runs on the COMPUTE stream, in the plans' order."""
 
+from collections.abc import Sequence
+
 import torch
 
 from executor_svc.attention.layout import (
@@ -75,23 +77,25 @@ class DeviceStep:
         assert inputs.last_at is not None
         return self._finish(inputs, number, rows, hidden, hidden.index_select(0, inputs.last_at), status)
 
-    def run_padding(self, num_rows: int, num_tokens: int = 0, *, full: bool = False) -> None:
-        """A step of padding alone, so that what is made at its first use is made: num_rows that decode; with
-        num_tokens > 0 the first has a chunk of so many, and is then the only one that samples nothing, unless there is
-        no other. `full`: as if rows used every way to sample."""
+    def run_padding(self, num_rows: int, chunks: Sequence[int] = (), *, full: bool = False) -> None:
+        """A step of padding alone, so that what is made at its first use is made. The first rows have chunks of these
+        lengths and sample nothing, the others decode; where all have chunks, all sample. `full`: as if rows used every
+        way to sample."""
         device = self._state.length.device
         rows = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
         inputs = StepInputs(rows, 1, FULL if full and self._kernels is not None else GREEDY)
-        if num_tokens:
-            others = torch.arange(1, num_rows, device=device)
-            chunk = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-            inputs.token_at = torch.cat((chunk, others))
+        if chunks:
+            firsts = [sum(chunks[:at]) for at in range(len(chunks))]
+            counts = torch.tensor([*chunks, *[1] * (num_rows - len(chunks))], device=device)
+            inputs.token_at = torch.arange(num_rows, device=device).repeat_interleave(counts)
             inputs.token_ids = inputs.positions = torch.zeros_like(inputs.token_at)
-            inputs.last_at = torch.arange(num_tokens - 1, num_tokens + num_rows - 1, device=device)
-            inputs.chunks = (Chunk(0, 0, num_tokens, 0),)
-            inputs.chunk_columns = torch.tensor([[0], [0], [num_tokens], [0]], device=device)
-            if num_rows > 1:
-                inputs.decode_tokens, inputs.decode_at = others + (num_tokens - 1), others
+            inputs.last_at = counts.cumsum(0) - 1
+            inputs.chunks = tuple(Chunk(at, first, chunks[at], 0) for at, first in enumerate(firsts))
+            columns = [list(range(len(chunks))), firsts, list(chunks), [0] * len(chunks)]
+            inputs.chunk_columns = torch.tensor(columns, device=device)
+            if len(chunks) < num_rows:
+                others = torch.arange(len(chunks), num_rows, device=device)
+                inputs.decode_tokens, inputs.decode_at = inputs.last_at[len(chunks) :], others
                 inputs.sampling = others
         self.run(inputs, 0, None)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor_svc.build import default_buckets
+from executor_svc.build import default_buckets, largest_chunks
 from executor_svc.graph_cache import GraphCache, GraphShape, Variant, bucket_for, context_buckets
 
 
@@ -64,3 +64,12 @@ def test_what_no_shape_holds_is_not_found() -> None:
     assert cache.find(5, 8, Variant.GREEDY) is None
     assert cache.find(2, 65, Variant.GREEDY) is None
     assert GraphCache((), (16,)).find(1, 1, Variant.GREEDY) is None
+
+
+@given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 1024))
+def test_the_largest_step_is_warmed_up(num_rows: int, max_tokens: int, context: int) -> None:
+    chunks = largest_chunks(num_rows, max_tokens, context)
+    assert all(1 <= chunk <= context for chunk in chunks) and 1 <= len(chunks) <= max(1, num_rows - 1)
+    total = sum(chunks) + num_rows - len(chunks)
+    chunked = max(1, num_rows - 1)
+    assert total == max(num_rows, min(max_tokens, chunked * context + num_rows - chunked))
