@@ -20,6 +20,7 @@ from scheduler_svc.api.served_model import ChatTurn, ServedModel
 from scheduler_svc.app import Parts, serve
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.detokenizer import DecodeRules, IncrementalDecoder, PieceTable, byte_alphabet
+from scheduler_svc.huge_heap import exec_with_huge_heap
 from scheduler_svc.workers.process import run_worker
 
 
@@ -69,4 +70,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    exec_with_huge_heap()  # as the service does
     sys.exit(main(sys.argv[1:]))
