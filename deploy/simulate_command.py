@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -164,7 +165,7 @@ def _numbers(text: str, field: str, count: int) -> list[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) != count:
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
         raise ConfigError(f"{field} {text!r}: write {count} numbers with commas", field=field)
     return numbers
 

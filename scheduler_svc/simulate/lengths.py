@@ -1,6 +1,7 @@
 """Distributions of lengths in tokens, as text: `512`, `uniform:16,1024`, `lognormal:256,0.8[,2048]`."""
 
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,8 @@ def parse_lengths(text: str, field: str) -> Lengths:
     try:
         numbers = [float(part) for part in (rest if colon else kind).split(",")]
     except ValueError:
+        numbers = []
+    if not all(map(isfinite, numbers)):
         numbers = []
     match (kind if colon else "fixed"), numbers:
         case "fixed", [length] if length >= 1 and length == int(length):

@@ -61,6 +61,7 @@ class ModelledExecutor:
             tokens=self._zeros[: len(emitted)],
             timings=Timings(
                 received_ns=received_ns,
+                launched_ns=received_ns,  # without it the pipeline's depth would find nothing to follow
                 device_start_ns=start_ns,
                 device_end_ns=end_ns,
                 sent_ns=end_ns,

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
 
 from common.errors import ConfigError, StepwireError
 from common.messages import Welcome
@@ -48,8 +49,8 @@ class Setup:
     def __post_init__(self) -> None:
         for name, fine in (
             ("num_executors", 1 <= self.num_executors <= MAX_EXECUTORS),
-            ("network_us", self.network_us >= 0),
-            ("loop_us", self.loop_us >= 0),
+            ("network_us", 0 <= self.network_us < inf),
+            ("loop_us", 0 <= self.loop_us < inf),
             ("seed", self.seed >= 0),
         ):
             if not fine:

@@ -1,6 +1,7 @@
 """Drawn workloads: Poisson arrivals, bursts, closed loops; the same seed gives the same requests at every rate."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -46,12 +47,12 @@ class DrawnWorkload:
         """Raises ConfigError naming the field that is out of range."""
         checks = {
             "requests": self.requests >= 1,
-            "rate": self.rate > 0,
+            "rate": 0 < self.rate < inf,
             "burst": self.burst is None or (self.burst[0] > 0 and self.burst[1] >= 0),
             "concurrency": self.concurrency >= 0 and not (self.concurrency and self.burst),
             "prefixes": self.prefixes >= 0 and bool(self.prefixes) == bool(self.prefix_tokens),
             "prefix_tokens": self.prefix_tokens >= 0,
-            "deadline_s": self.deadline_s >= 0,
+            "deadline_s": 0 <= self.deadline_s < inf,
             "seed": self.seed >= 0,
         }
         for name, fine in checks.items():
@@ -61,8 +62,8 @@ class DrawnWorkload:
     def trace(self, rate: float | None = None) -> Trace:
         if rate is not None and self.concurrency:
             raise ConfigError("rate: a closed loop has none", field="rate")
-        if rate is not None and rate <= 0:
-            raise ConfigError(f"rate: {rate} is not above 0", field="rate")
+        if rate is not None and not 0 < rate < inf:
+            raise ConfigError(f"rate: {rate} is not above 0, or without end", field="rate")
         # One generator for each column: no setting changes what another draws.
         times, prompts, outputs, prefixes, tenants, priorities = (
             np.random.default_rng((self.seed, 0, column)) for column in range(6)

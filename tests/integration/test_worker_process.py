@@ -108,6 +108,23 @@ def test_a_worker_that_answers_no_beats_is_killed(monkeypatch: pytest.MonkeyPatc
     run(main())
 
 
+def test_a_worker_that_answers_beats_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_UNANSWERED_BEATS", 5)
+    monkeypatch.setattr(remote, "ASKING_BEAT", 2)
+
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, engine(served.address) as (loop, _), started(loop) as started_:
+            worker, process = started_
+            for _ in range(4):
+                worker.beat(True)
+                worker.beat(True)
+                while worker._unanswered:  # noqa: ASYNC110 - an answer tells nobody
+                    await asyncio.sleep(0.005)
+            assert process.status() != psutil.STATUS_ZOMBIE and worker.serves
+
+    run(main())
+
+
 def test_a_worker_that_still_loads_is_asked_no_beats() -> None:
     """A large tokenizer on a busy machine takes its time, for which there is another limit."""
 

@@ -12,18 +12,22 @@ from common.errors import (
     StepwireError,
     Unavailable,
 )
+from common.messages import Sampling
 from scheduler_svc.api.worker import ApiWorker
 from scheduler_svc.messages import (
     WORKER_SHIFT,
     Cancel,
+    Child,
     CoreState,
     Drain,
     Ended,
     Finish,
     FinishReason,
+    Submit,
 )
+from scheduler_svc.token_stream import StreamWants, TokenStream
 from tests.unit.api.fakes import EOS, FakeCore, batch
-from tests.unit.api.worker_scene import opened, run
+from tests.unit.api.worker_scene import LIMITS, PROMPT, opened, run
 
 
 def test_keys_carry_the_worker_and_are_never_reused() -> None:
@@ -107,6 +111,22 @@ def test_refusals_reach_the_caller() -> None:
     run(test)
 
 
+def test_a_refused_request_with_several_choices_has_nothing_to_cancel() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        await worker.wait_accepted([opened(worker, "same")])
+        child = Child(worker.next_key(), 2)
+        submit = Submit(worker.next_key(), "same", PROMPT, Sampling(seed=1, max_tokens=0), 0, children=(child,))
+        states = [TokenStream(StreamWants(PROMPT, None, 258), LIMITS) for _ in submit.keys]
+        streams = worker.open(submit, states)
+        with pytest.raises(DuplicateRequest):
+            await worker.wait_accepted(streams)
+        for stream in streams:
+            worker.close(stream)
+        assert len(streams) == 2 and worker.num_streams == 1 and core.of(Cancel) == []
+
+    run(test)
+
+
 def test_a_core_that_does_not_answer_is_unavailable() -> None:
     async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
         core.mute = True
@@ -146,6 +166,7 @@ def test_a_cancelled_caller_leaves_no_waiting_call_behind() -> None:
             await asking
         core.mute = False
         assert (await worker.stats()).running == 0
+        assert not worker._calls
 
     run(test)
 

@@ -123,6 +123,23 @@ def test_unread_results_are_bounded_in_total_and_the_largest_goes(swept: bool) -
     run(test)
 
 
+def test_the_sweep_bounds_what_too_little_came_in_for_to_be_looked_at() -> None:
+    async def test(worker: ApiWorker, core: FakeCore, clock: ManualClock) -> None:
+        large, small = opened(worker, "large"), opened(worker, "small")
+        tokens = MAX_UNREAD_BYTES // TOKEN_BYTES
+        clock.advance_ns(1000)
+        core.tell(batch([(large.key, b"x" * (tokens - 20), 0), (small.key, b"y" * 10, 0)]))
+        assert core.of(Cancel) == [], "an eighth of the limit came in, and it is not reached"
+        clock.advance_ns(1000)
+        core.tell(batch([(large.key, b"x" * 10, 0), (small.key, b"y" * 10, 0)]))
+        assert core.of(Cancel) == []
+        clock.advance_ns(1000)
+        worker.check_streams()
+        assert core.of(Cancel) == [Cancel(large.key)]
+
+    run(test)
+
+
 def test_what_lies_unread_is_added_up_once_per_eighth_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """It walks over all streams, so it must not happen with every step."""
 

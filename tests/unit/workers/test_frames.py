@@ -247,3 +247,19 @@ def test_arrays_are_known_by_either_form_of_their_annotation() -> None:
         out = bytearray()
         put(out, u32([1, 70000]))
         assert get(Reader(bytes(out))).tolist() == [1, 70000]
+
+
+@pytest.mark.parametrize("other", ["counts", "cached"])
+def test_a_batch_of_the_same_requests_that_says_something_else_of_them(other: str) -> None:
+    """A second entry without a token, say, or the first tokens after another admission."""
+    keys: NDArray[np.uint64] = np.array([1, 2], np.uint64)
+    reasons: NDArray[np.uint8] = np.zeros(2, np.uint8)
+    first = TokenBatch(keys, u32([1, 1]), u32([7, 8]), reasons, u32([0, 0]), {})
+    second = TokenBatch(keys, u32([2, 0]), u32([9, 10]), reasons, u32([0, 0]), {})
+    if other == "cached":
+        second = TokenBatch(keys, u32([1, 1]), u32([9, 10]), reasons, u32([0, 16]), {})
+    writer, reader = FrameWriter(), FrameReader()
+    for batch in (first, second, first):
+        (told,) = reader.feed(writer.encode(batch))
+        assert told.counts.tolist() == batch.counts.tolist() and told.cached.tolist() == batch.cached.tolist()
+        assert told.tokens.tolist() == batch.tokens.tolist()
