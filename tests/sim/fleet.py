@@ -7,7 +7,7 @@ one that it can shrink) and the plain random driver, at a tenth of the cost.
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -19,75 +19,20 @@ from common.errors import (
     DuplicateRequest,
     Overloaded,
     ProtocolError,
-    SequenceFailed,
     StepwireError,
     TooLarge,
-    Unavailable,
 )
-from common.messages import ExecutorInfo, OutputKind, PlanError, PlanErrorCode, Sampling, StepPlan, StepResult, u32
+from common.messages import ExecutorInfo, PlanError, PlanErrorCode, StepPlan, StepResult, u32
 from scheduler_svc.core import invariants
-from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor_state import context_limit
-from scheduler_svc.messages import FinishReason, Submit
+from scheduler_svc.messages import Submit
 from scheduler_svc.observer import StepRecord
-from tests.fakes.toy_executor import toy_info
-from tests.fakes.toy_tokens import expected_tokens
+from tests.sim.fleet_end import check_client
+from tests.sim.fleet_setting import VOCAB, Setting, draw_info
 from tests.sim.harness import Client, Sim
 
-VOCAB = 200
 MAX_LIVE = 40
 PROMPTS = [[random.Random(family).randrange(3, VOCAB) for _ in range(60)] for family in range(3)]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a history is played in."""
-
-    config: CoreConfig
-    infos: tuple[ExecutorInfo, ...]
-    eos_chance: float
-
-
-def draw_setting(rng: random.Random) -> Setting:
-    """Small numbers everywhere, so that every limit is met."""
-    pick = rng.choice
-    long = pick((0, 0, 9))
-    config = CoreConfig(
-        pipeline_depth=pick((1, 2, 2, 3, 4)),
-        max_prefill_chunk=pick((0, 0, 1, 7)),
-        max_num_batched_tokens=pick((0, 0, 5, 17)),
-        max_num_seqs=pick((0, 0, 2, 5)),
-        enable_prefix_cache=pick((True, True, False)),
-        policy=pick(("fcfs", "priority", "fair", "deadline")),
-        max_preemptions=pick((0, 1, 2, 4)),
-        long_prefill_token_threshold=long,
-        max_partial_prefills=pick((0, 0, 1, 2)),
-        max_long_partial_prefills=pick((0, 1)) if long else 0,
-        priority_aging_ms=pick((0, 50)),
-        tenant_weights={"b": 3.0},
-        isolate_tenants=pick((True, False)),
-        max_queued_requests=pick((6, 30, 1024)),
-        max_queued_tokens=pick((0, 0, 150)),
-        max_queue_time_ms=pick((0, 0, 40)),
-        target_itl_ms=pick((0.0, 0.0, 3.0)),
-    )
-    infos = sorted((draw_info(rng) for _ in range(pick((1, 1, 2, 3)))), key=context_limit)
-    outputs = sorted(info.max_output_bytes for info in infos)  # none holds less than those before it
-    infos = [replace(info, max_output_bytes=output) for info, output in zip(infos, outputs, strict=True)]
-    return Setting(config, tuple(infos), pick((0.0, 0.02, 0.1)))
-
-
-def draw_info(rng: random.Random) -> ExecutorInfo:
-    size = rng.choice((1, 2, 4, 8))
-    return toy_info(
-        vocab_size=VOCAB,
-        block_size=size,
-        num_blocks=rng.choice((48, 80, 160, 800)) // size,
-        max_blocks_per_row=rng.choice((128, 256)) // size,
-        num_rows=rng.choice((12, 24)),
-        max_num_seqs=8,
-        max_output_bytes=rng.choice((4 * VOCAB - 1, 4 * VOCAB, 2000, 1 << 20)),
-    )
 
 
 class Member(Sim):
@@ -164,7 +109,7 @@ class Fleet:
             worker=rng.randrange(2),
             min_tokens=pick((0, 0, 3)),
             ignore_eos=pick((True, False)),
-            stop_ids=tuple(range(100, 100 + pick((0, 0, 2, 60)))),
+            stop_ids=tuple(range(100, 100 + pick((0, 0, 2, 60, 99)))),
             raw_logits=pick((False, False, False, True)),
             num_logprobs=pick((0, 0, 2)),
             num_prompt_logprobs=prompt_logprobs,
@@ -316,6 +261,23 @@ class Fleet:
         member.deliver()
         assert not member.executor.up
 
+    def bad_plan(self, rng: random.Random) -> None:
+        """A plan that is damaged on its way is refused by the executor itself."""
+        member = rng.choice(self.members)
+        if member.executor.up:
+            self.num_steps += member.plan(rng.choice((_with_wrong_sum, _with_wrong_admit))) is not None
+
+    def device_fails(self, rng: random.Random) -> None:
+        """The newest step in flight fails on the device; those before it stand."""
+        member = rng.choice(self.members)
+        if not member.pending:
+            return
+        member.toy.fail_steps.add(member.pending[-1][0].plan.step_id)
+        member.tampered = True
+        while member.pending:
+            member.deliver()
+        member.toy.fail_steps.clear()
+
     def wrong_result(self, rng: random.Random) -> None:
         """A result that is no answer changes nothing."""
         member = rng.choice(self.members)
@@ -400,57 +362,21 @@ class Fleet:
         assert len(self.scheduler._expiry) == 0 and self.scheduler._queue.num_tokens == 0
         for key, client in self.clients.items():
             assert client.ends + client.silent >= 1, f"request {key} never ended"
-            self._check_tokens(client)
+            check_client(client, self.setting, self._contexts)
         stats = self.scheduler.stats()
         got = sum(len(client.tokens) for client in self.clients.values())
         assert stats.generated_tokens == got - self._dropped_tokens
         assert stats.preemptions <= self.setting.config.max_preemptions * len(self.clients)
 
-    def _check_tokens(self, client: Client) -> None:
-        """Exactly the undisturbed tokens, or a head of them where something ended the request before."""
-        request, s = client.submit, client.submit.sampling
-        expected = self._expected(client)
-        assert client.tokens == expected[: len(client.tokens)], f"request {request.key}"
-        if client.error is not None:
-            assert isinstance(client.error, SequenceFailed | TooLarge | DeadlinePassed | Overloaded | Unavailable)
-        if client.reason is None:
-            return
-        check_extras(client)
-        last, length = client.tokens[-1], len(client.tokens)
-        if length > s.min_tokens and last == 2 and not s.ignore_eos:
-            assert client.reason == FinishReason.EOS
-        elif length > s.min_tokens and last in s.stop_ids:
-            assert client.reason == FinishReason.STOP_TOKEN
-        elif length == s.max_tokens:
-            assert client.reason == FinishReason.MAX_TOKENS
-        else:
-            assert client.reason == FinishReason.CONTEXT and len(request.prompt) + length in self._contexts
-        if client.reason != FinishReason.CONTEXT:
-            assert client.tokens == expected
 
-    def _expected(self, client: Client) -> list[int]:
-        return expected_tokens(
-            client.submit.prompt.tolist(),
-            client.submit.sampling,
-            vocab_size=VOCAB,
-            eos_ids=(2,),
-            eos_chance=self.setting.eos_chance,
-            max_context=max(self._contexts),
-        )
+def _with_wrong_sum(plan: StepPlan) -> StepPlan:
+    return replace(plan, num_tokens=plan.num_tokens + 1)
 
 
-def check_extras(client: Client) -> None:
-    """Of a request that finished: each wanted position came exactly once, whatever happened."""
-    request, prompt = client.submit, len(client.submit.prompt)
-    sampling: Sampling = request.sampling
-    outputs = [o for extra in client.extras for o in extra.outputs]
-    raw = [o.position for o in outputs if o.kind == OutputKind.RAW_LOGITS]
-    assert raw == (list(range(prompt, prompt + len(client.tokens))) if request.raw_logits else [])
-    prompts = [o for o in outputs if o.kind == OutputKind.PROMPT_LOGPROBS]
-    wanted = [p for o in prompts for p in range(o.position, o.position + o.count)]
-    assert wanted == (list(range(1, prompt)) if sampling.num_prompt_logprobs else [])
-    tops = [t for extra in client.extras for t in extra.logprobs]
-    assert len(tops) == (len(client.tokens) if sampling.num_logprobs else 0)
+def _with_wrong_admit(plan: StepPlan) -> StepPlan:
+    if not plan.admit:
+        return plan
+    return replace(plan, admit=(replace(plan.admit[0], computed_len=plan.admit[0].length), *plan.admit[1:]))
 
 
 Operation = Callable[[Fleet, random.Random], None]
@@ -469,6 +395,8 @@ OPERATIONS: Final[dict[str, tuple[Operation, float]]] = {
     "reset_cache": (Fleet.reset_cache, 0.5),
     "row_fails": (Fleet.row_fails, 1),
     "plan_fails": (Fleet.plan_fails, 1),
+    "bad_plan": (Fleet.bad_plan, 0.5),
+    "device_fails": (Fleet.device_fails, 0.5),
     "wrong_result": (Fleet.wrong_result, 1),
     "disconnect": (Fleet.disconnect, 0.7),
     "kill": (Fleet.kill, 0.5),

@@ -12,7 +12,8 @@ import random
 
 import pytest
 
-from tests.sim.fleet import OPERATIONS, Fleet, draw_setting
+from tests.sim.fleet import OPERATIONS, Fleet
+from tests.sim.fleet_setting import draw_setting
 
 TOTAL = int(os.environ.get("RANDOM_OPERATIONS", "20000"))
 FIRST_SEED = int(os.environ.get("RANDOM_SEED", "0"))

@@ -2,6 +2,8 @@
 
 All invariants are checked after every operation; the end of each history is played out, see `Fleet.end`. Longer
 histories at a tenth of the cost: test_random_operations.
+
+vllm#57562: chunked prefill kills an asynchronous engine through a negative counter. Counters are among the invariants.
 """
 
 import random
@@ -10,7 +12,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.sim.fleet import OPERATIONS, Fleet, draw_setting
+from tests.sim.fleet import OPERATIONS, Fleet
+from tests.sim.fleet_setting import draw_setting
 
 RANDOMS = st.randoms(use_true_random=False)
 
@@ -82,6 +85,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.fleet.plan_fails(rng)
 
     @rule(rng=RANDOMS)
+    def bad_plan(self, rng: random.Random) -> None:
+        self.fleet.bad_plan(rng)
+
+    @rule(rng=RANDOMS)
+    def device_fails(self, rng: random.Random) -> None:
+        self.fleet.device_fails(rng)
+
+    @rule(rng=RANDOMS)
     def wrong_result(self, rng: random.Random) -> None:
         self.fleet.wrong_result(rng)
 
@@ -113,7 +124,7 @@ def test_every_operation_has_its_rule() -> None:
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=160,
     stateful_step_count=40,
     deadline=None,
     database=None,

@@ -49,6 +49,16 @@ def test_without_a_pipeline_the_network_shows_in_every_step() -> None:
     assert int(simulation.measures.end[0]) == 4 * 1_200_000
 
 
+def test_the_depth_follows_the_way_as_in_the_service() -> None:
+    """A way of 1.6 ms shows behind one step of 1 ms, and not behind two."""
+    setup = Setup(network_us=800.0, loop_us=0.0)
+    trace = arrivals(0.0, output=60)
+    _, two = simulated(trace, CoreConfig(pipeline_depth=2), setup, ONE_MS)
+    _, adapted = simulated(trace, CoreConfig(pipeline_depth=3, adapt_pipeline_depth=True), setup, ONE_MS)
+    assert two.numbers["mean_itl_ms"] == pytest.approx(1.3, rel=0.02)
+    assert adapted.numbers["p50_itl_ms"] == pytest.approx(1.0, rel=0.01)
+
+
 def test_the_scheduler_does_one_thing_at_a_time() -> None:
     """2 plans before the first step, 0.4 ms each; with 64 executors it is the scheduler that limits."""
     slow = Setup(network_us=0.0, loop_us=400.0)
