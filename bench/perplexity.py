@@ -72,8 +72,9 @@ def scorers(files: ModelFiles, threads: int) -> dict[str, Score]:
         model = load_native(files, config, load_library(), wanted=wanted, threads=threads)
         made[name] = scorer(model, NativeAttention())
         if name == "auto":  # few rows take another way through the kernels
-            model = load_native(files, config, load_library(), wanted=wanted, threads=threads)
-            made["auto, few rows"] = scorer(model, NativeAttention(), chunk=16)
+            for chunk in (16, 4):
+                model = load_native(files, config, load_library(), wanted=wanted, threads=threads)
+                made[f"auto, {chunk} rows"] = scorer(model, NativeAttention(), chunk=chunk)
     return made
 
 

@@ -17,6 +17,7 @@ from executor_svc.cuda_device import CudaDevice
 from executor_svc.device_step import DeviceStep
 from executor_svc.environment import why_no_triton
 from executor_svc.graph_cache import GraphCache, context_buckets
+from executor_svc.kernels_cpu.cache import NativeCache
 from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder
 from executor_svc.kv_cache import (
     CPU_SHARE,
@@ -135,8 +136,9 @@ def build_runner(
     attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
     shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, model.dtype)
     backend: AttentionBackend
+    make_cache: type[KvCache] = KvCache
     if isinstance(model, NativeDecoder):
-        backend = NativeAttention()
+        backend, make_cache = NativeAttention(), NativeCache
     elif isinstance(attention_backend, str):
         backend = make_backend(attention_backend, attention_shape, shape, ops, device.torch_device)
     else:
@@ -151,7 +153,7 @@ def build_runner(
         useful_blocks=(max_num_seqs + LIMBO_ROWS) * max_blocks,
         blocks_per_sequence=max_blocks,
     )
-    cache = KvCache(shape, count, lambda size, dtype: device.zeros(*size, dtype=dtype))
+    cache = make_cache(shape, count, lambda size, dtype: device.zeros(*size, dtype=dtype))
     if buckets is None:
         buckets = () if on_cpu else default_buckets(max_num_seqs)
     graphs = GraphCache(buckets, _graph_contexts(backend, context, on_cpu))

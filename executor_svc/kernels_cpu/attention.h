@@ -1,7 +1,7 @@
 // Causal attention over the paged cache, for decoding rows and for chunks of prompts alike.
 //
-// The unit of work is one key/value head and up to 16 of the (query, head) pairs that share it, one per column: with
-// the keys of 16 tokens as they lie in the cache, one tile product gives 16 x 16 scores. Keys are taken 32 at a time
+// The unit of work is one key/value head and up to 16 of the (query, head) pairs that share it, one per row of the tiles:
+// with the keys of 16 tokens as they lie in the cache, one tile product gives 16 x 16 scores. Keys are taken 128 at a time
 // from position 0 with a running maximum (arXiv 1805.02867), so a query's result depends on its position alone, never
 // on chunks or company.
 #pragma once
@@ -12,13 +12,50 @@
 
 namespace stepwire {
 
-constexpr int kKeys = 32;
+constexpr int kKeys = 128;
 // Positions that are not seen, and the least running maximum: far apart, so that hidden scores weigh exactly nothing.
 constexpr float kHidden = -1e30f, kLeast = -1e20f;
 
+// Where a token's keys and values lie in a layer's cache, [blocks, block_size, kv_heads, head_dim] numbers for both.
+//
+// Blocks of a multiple of 16 tokens are in the order of tiles, so that a product reads them as they are: a block is
+// [kv_heads][block_size / 16] pieces of 16 tokens; a piece of keys [head_dim / 2][16 tokens][2 dimensions], one of values
+// [head_dim / 16][8 pairs of tokens][16 dimensions][2 tokens]. Other blocks are [block_size][kv_heads][head_dim], and
+// their tokens are put in that order when they are read. executor_svc/kernels_cpu/cache.py knows the same.
 struct CacheShape {
   int kv_heads, head_dim, block_size;
   int64_t null_block;
+
+  bool is_tiled() const { return block_size % kTile == 0; }
+
+  // Of one head of the 16 tokens from `slot` on, a multiple of 16.
+  int64_t piece(int64_t slot, int head) const {
+    return (slot / block_size * kv_heads + head) * block_size * head_dim + slot % block_size * head_dim;
+  }
+  // Of one head of one token, in blocks that are not tiled.
+  int64_t token(int64_t slot, int head) const { return (slot * kv_heads + head) * head_dim; }
+
+  void put_key(const bf16* from, bf16* cache, int64_t slot, int head) const {
+    if (!is_tiled()) return void(memcpy(cache + token(slot, head), from, sizeof(bf16) * head_dim));
+    into_keys(from, static_cast<int>(slot % kTile), cache + piece(slot / kTile * kTile, head));
+  }
+  void put_value(const bf16* from, bf16* cache, int64_t slot, int head) const {
+    if (!is_tiled()) return void(memcpy(cache + token(slot, head), from, sizeof(bf16) * head_dim));
+    into_values(from, static_cast<int>(slot % kTile), cache + piece(slot / kTile * kTile, head));
+  }
+
+  // One token into its place of a piece.
+  void into_keys(const bf16* from, int at, bf16* piece) const {
+    for (int d = 0; d < head_dim; d += 2) memcpy(piece + d * kTile + 2 * at, from + d, 4);
+  }
+  void into_values(const bf16* from, int at, bf16* piece) const {
+    const __mmask32 own = at % 2 ? 0xaaaaaaaa : 0x55555555;
+    const __m128i shift = _mm_cvtsi32_si128(at % 2 * 16);
+    for (int d = 0; d < head_dim; d += kTile) {
+      const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from + d)));
+      _mm512_mask_storeu_epi16(piece + d * kTile + at / 2 * 2 * kTile, own, _mm512_sll_epi32(wide, shift));
+    }
+  }
 };
 
 // Tokens [first, first + count) of the step: positions [start, start + count) of a row whose blocks `table` names.
@@ -31,10 +68,12 @@ struct Span {
 // Scratch of one thread.
 struct AttentionSpace {
   explicit AttentionSpace(int head_dim)
-      : queries(head_dim * kTile), keys(kKeys * head_dim), values(kKeys * head_dim), out(kTile * head_dim) {}
-  Buffer<bf16> queries, keys, values;
+      : queries(head_dim * kTile), piece(2 * kTile * head_dim), out(kTile * head_dim) {}
+  Buffer<bf16> queries, piece;
   Buffer<float> out;
-  alignas(64) bf16 weights[kTile * kTileDepth];
+  alignas(64) float scores[kKeys / kTile][kTile][kTile];   // [keys / 16][rows][16 keys]
+  alignas(64) bf16 weights[kKeys / kTile][kTile][kTile];
+  int rows = 0;  // that the tile registers are set up for
 };
 
 inline __m512 exp2_fast(__m512 x) {
@@ -48,37 +87,12 @@ inline __m512 exp2_fast(__m512 x) {
   return _mm512_scalef_ps(sum, whole);
 }
 
-// In place: 16 x 16 numbers of 32 bits.
-inline void transpose(__m512i r[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
-    r[i + 4] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
-    r[i + 12] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
-  }
-}
-
-// Where the dimension at place `at` of a row of interleaved values lies in the head: see interleave().
-inline int true_dimension(int at) {
-  const int within = at % 32, lane = within % 16 / 4;
-  return at - within + 8 * lane + (within >= 16 ? 4 : 0) + within % 4;
+// For weights that become bfloat16, which rounds by 2e-3: relative error below 1.1e-4.
+inline __m512 exp2_coarse(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+  __m512 sum = _mm512_set1_ps(7.8024517e-02f);
+  for (float factor : {2.2606716e-01f, 6.9583354e-01f, 0.99992522f}) sum = _mm512_fmadd_ps(sum, f, _mm512_set1_ps(factor));
+  return _mm512_scalef_ps(sum, x);  // takes the floor of x itself
 }
 
 class Attention {
@@ -87,146 +101,166 @@ class Attention {
       : cache_(cache), group_(group), window_(window), scale_(scale * 1.44269504f) {}
 
   // Columns [column, column + 16) of `span` for one key/value head. queries, out: [tokens, heads, head_dim] of the step.
+  // Leaves the tile registers set up for itself, as `space` knows.
   void run(const Span& span, int kv_head, int64_t column, const bf16* keys, const bf16* values, const bf16* queries,
            bf16* out, AttentionSpace& space) const {
     const int dim = cache_.head_dim, heads = cache_.kv_heads * group_;
     const int columns = static_cast<int>(std::min<int64_t>(kTile, span.count * group_ - column));
-    alignas(64) int32_t from[kTile] = {}, to[kTile] = {};
-    int64_t begin = INT64_MAX, end = 0;
-    memset(space.queries.get(), 0, sizeof(bf16) * kTile * dim);
+    const auto place = [&](int c) {
+      return ((span.first + (column + c) / group_) * heads + kv_head * group_ + (column + c) % group_) * dim;
+    };
+    set_up(columns, space);
+    int64_t from[kTile], to[kTile];
     for (int c = 0; c < columns; ++c) {
-      const int64_t query = (column + c) / group_, position = span.start + query;
-      to[c] = static_cast<int32_t>(position + 1);
-      from[c] = window_ ? static_cast<int32_t>(std::max<int64_t>(0, position + 1 - window_)) : 0;
-      begin = std::min<int64_t>(begin, from[c]);
-      end = std::max<int64_t>(end, to[c]);
-      const bf16* q = queries + ((span.first + query) * heads + kv_head * group_ + (column + c) % group_) * dim;
-      for (int pair = 0; pair < dim / 2; ++pair) memcpy(space.queries.get() + (pair * kTile + c) * 2, q + 2 * pair, 4);
+      to[c] = span.start + (column + c) / group_ + 1;
+      from[c] = window_ ? std::max<int64_t>(0, to[c] - window_) : 0;
+      memcpy(space.queries.get() + c * dim, queries + place(c), sizeof(bf16) * dim);
     }
-    const __m512i first_seen = _mm512_load_si512(from), last_seen = _mm512_load_si512(to);
-    memset(space.out.get(), 0, sizeof(float) * kTile * dim);
-    __m512 maximum = _mm512_set1_ps(kLeast), total = _mm512_setzero_ps();
+    // Of one row the first sees least, the last most.
+    const int64_t begin = from[0] / (2 * kTile) * (2 * kTile), end = to[columns - 1];
+    float most[kTile];
+    __m512 totals[kTile];
+    for (int c = 0; c < columns; ++c) {
+      most[c] = kLeast;
+      totals[c] = _mm512_setzero_ps();
+    }
     for (int64_t at = begin / kKeys * kKeys; at < end; at += kKeys) {
-      alignas(64) float scores[kKeys][kTile];
-      for (int half = 0; half < kKeys; half += kTile) {
-        size_t stride;
-        const bf16* block = sixteen(span, kv_head, at + half, keys, space.keys.get(), stride);
-        TILE_ZERO(0);
-        for (int d = 0; d < dim; d += kTileDepth) {
-          TILE_LOAD(1, block + d, stride);
-          TILE_LOAD(2, space.queries.get() + d * kTile, 64);
-          TILE_DOT(0, 1, 2);
-        }
-        TILE_STORE(0, scores[half], 64);
-      }
-      weigh(scores, at, first_seen, last_seen, maximum, total, space);
-      interleave(span, kv_head, at, values, space);
-      for (int d = 0; d < dim; d += kTile) {
-        TILE_LOAD(0, space.out.get() + d, sizeof(float) * dim);
-        TILE_LOAD(1, space.weights, 64);
-        TILE_LOAD(2, space.values.get() + d * kKeys, 64);
-        TILE_DOT(0, 1, 2);
-        TILE_STORE(0, space.out.get() + d, sizeof(float) * dim);
-      }
+      const int64_t first = std::max(at, begin);
+      const int pieces = static_cast<int>((std::min(at + kKeys, end) - first + 2 * kTile - 1) / (2 * kTile) * 2);
+      score(span, kv_head, first, pieces, keys, space);
+      for (int c = 0; c < columns; ++c) weigh(c, first, pieces, from[c], to[c], first > begin, most[c], totals[c], space);
+      mix(span, kv_head, first, pieces, first > begin, values, space);
     }
-    alignas(64) float sums[kTile];
-    _mm512_store_ps(sums, total);
     for (int c = 0; c < columns; ++c) {
-      const int64_t query = (column + c) / group_;
-      bf16* row = out + ((span.first + query) * heads + kv_head * group_ + (column + c) % group_) * dim;
-      const __m512 factor = _mm512_set1_ps(1.0f / sums[c]);
-      for (int d = 0; d < dim; d += kTileDepth) {
-        const float* from_row = space.out.get() + c * dim + d;
-        alignas(64) bf16 mixed[kTileDepth];
-        _mm256_store_si256((__m256i*)mixed, narrow(_mm512_mul_ps(_mm512_loadu_ps(from_row), factor)));
-        _mm256_store_si256((__m256i*)(mixed + kTile), narrow(_mm512_mul_ps(_mm512_loadu_ps(from_row + kTile), factor)));
-        for (int i = 0; i < kTileDepth; i += 4) memcpy(row + d + true_dimension(i), mixed + i, 8);
+      const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(totals[c]));
+      for (int d = 0; d < dim; d += kTile) {
+        const __m512 mixed = _mm512_load_ps(space.out.get() + c * dim + d);
+        _mm256_storeu_si256((__m256i*)(out + place(c) + d), narrow(_mm512_mul_ps(mixed, factor)));
       }
     }
   }
 
  private:
-  // Scores become weights, bfloat16 in the order of a left tile; what was summed so far shrinks to the new maximum.
-  void weigh(float scores[kKeys][kTile], int64_t at, __m512i first_seen, __m512i last_seen, __m512& maximum,
-             __m512& total, AttentionSpace& space) const {
-    const __m512 scale = _mm512_set1_ps(scale_);
-    const int32_t start = static_cast<int32_t>(at);
-    const bool all_seen = _mm512_cmpgt_epi32_mask(first_seen, _mm512_set1_epi32(start)) == 0 &&
-                          _mm512_cmplt_epi32_mask(last_seen, _mm512_set1_epi32(start + kKeys)) == 0;
-    __m512 best = maximum;
-    for (int key = 0; key < kKeys; ++key) {
-      __m512 score = _mm512_mul_ps(_mm512_load_ps(scores[key]), scale);
-      if (!all_seen) {
-        const __m512i position = _mm512_set1_epi32(start + key);
-        const __mmask16 seen = _mm512_cmple_epi32_mask(first_seen, position) & _mm512_cmplt_epi32_mask(position, last_seen);
-        score = _mm512_mask_blend_ps(seen, _mm512_set1_ps(kHidden), score);
-      }
-      _mm512_store_ps(scores[key], score);
-      best = _mm512_max_ps(best, score);
-    }
-    const __m512 shrink = exp2_fast(_mm512_sub_ps(maximum, best));
-    const __mmask16 changed = _mm512_cmp_ps_mask(maximum, best, _CMP_NEQ_UQ);
-    maximum = best;
-    __m512i pairs[16];
-    __m512 sum = _mm512_setzero_ps();
-    for (int pair = 0; pair < kTile; ++pair) {
-      const __m512 even = exp2_fast(_mm512_sub_ps(_mm512_load_ps(scores[2 * pair]), best));
-      const __m512 odd = exp2_fast(_mm512_sub_ps(_mm512_load_ps(scores[2 * pair + 1]), best));
-      sum = _mm512_add_ps(sum, _mm512_add_ps(even, odd));
-      pairs[pair] = _mm512_or_si512(_mm512_cvtepu16_epi32(narrow(even)),
-                                    _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(odd)), 16));
-    }
-    total = _mm512_fmadd_ps(total, shrink, sum);
-    transpose(pairs);
-    for (int c = 0; c < kTile; ++c) _mm512_store_si512(space.weights + c * kTileDepth, pairs[c]);
-    if (changed) {
-      alignas(64) float factors[kTile];
-      _mm512_store_ps(factors, shrink);
-      for (int c = 0; c < kTile; ++c) {
-        float* row = space.out.get() + c * cache_.head_dim;
-        const __m512 factor = _mm512_set1_ps(factors[c]);
-        for (int d = 0; d < cache_.head_dim; d += kTile) {
-          _mm512_store_ps(row + d, _mm512_mul_ps(_mm512_load_ps(row + d), factor));
-        }
-      }
-    }
+  // Registers 0 and 1: sums [rows][16]; 2: queries [rows][32 dimensions]; 3, 4: keys; 5: weights [rows][16 keys]; 6, 7:
+  // values of 16 keys.
+  static void set_up(int rows, AttentionSpace& space) {
+    if (space.rows == rows) return;
+    space.rows = rows;
+    TileConfig config;
+    for (int t : {0, 1, 2, 5}) config.rows[t] = static_cast<uint8_t>(rows);
+    config.rows[6] = config.rows[7] = kTile / 2;
+    config.row_bytes[5] = sizeof(bf16) * kTile;
+    tiles_begin(config);
   }
 
-  // The values of 32 tokens as right tiles of 16 dimensions each. Neighbouring tokens are interleaved within 128 bits,
-  // which leaves the dimensions of 32 in another order: true_dimension().
-  void interleave(const Span& span, int kv_head, int64_t at, const bf16* values, AttentionSpace& space) const {
+  void score(const Span& span, int kv_head, int64_t first, int pieces, const bf16* keys, AttentionSpace& space) const {
     const int dim = cache_.head_dim;
-    for (int half = 0; half < kKeys; half += kTile) {
-      size_t stride;
-      const auto* block = reinterpret_cast<const uint8_t*>(
-          sixteen(span, kv_head, at + half, values, space.keys.get() + kTile * dim, stride));
-      for (int token = 0; token < kTile; token += 2) {
-        const uint8_t *even = block + token * stride, *odd = even + stride;
-        for (int d = 0; d < dim; d += kTileDepth) {
-          const __m512i a = _mm512_loadu_si512(even + 2 * d), b = _mm512_loadu_si512(odd + 2 * d);
-          bf16* tile = space.values.get() + d * kKeys + (half + token) * kTile;
-          _mm512_store_si512(tile, _mm512_unpacklo_epi16(a, b));
-          _mm512_store_si512(tile + kTile * kKeys, _mm512_unpackhi_epi16(a, b));
-        }
+    for (int piece = 0; piece < pieces; piece += 2) {
+      const int64_t at = first + piece * kTile;
+      const bf16* low = sixteen(span, kv_head, at, keys, space.piece.get(), &CacheShape::into_keys);
+      const bf16* high =
+          sixteen(span, kv_head, at + kTile, keys, space.piece.get() + kTile * dim, &CacheShape::into_keys);
+      TILE_ZERO(0);
+      TILE_ZERO(1);
+      for (int d = 0; d < dim; d += kTileDepth) {
+        TILE_LOAD(2, space.queries.get() + d, sizeof(bf16) * dim);
+        TILE_LOAD(3, low + d * kTile, 64);
+        TILE_DOT(0, 2, 3);
+        TILE_LOAD(4, high + d * kTile, 64);
+        TILE_DOT(1, 2, 4);
       }
+      TILE_STORE(0, space.scores[piece], 64);
+      TILE_STORE(1, space.scores[piece + 1], 64);
     }
   }
 
-  // One head of 16 tokens from position `at`, a multiple of 16. Where blocks do not hold them in one piece they are
-  // copied into `space`. stride: bytes from token to token.
-  const bf16* sixteen(const Span& span, int kv_head, int64_t at, const bf16* cache, bf16* space, size_t& stride) const {
-    const int size = cache_.block_size, dim = cache_.head_dim;
-    const auto row = [&](int64_t position) {
-      const int64_t index = position / size;
-      const int64_t block = index < span.table_size ? span.table[index] : cache_.null_block;
-      return cache + ((block * size + position % size) * cache_.kv_heads + kv_head) * dim;
-    };
-    if (size % kTile == 0) {
-      stride = sizeof(bf16) * cache_.kv_heads * dim;
-      return row(at);
+  // One query's scores become weights; what it summed so far, if anything, shrinks to the new maximum.
+  void weigh(int c, int64_t first, int pieces, int64_t from, int64_t to, bool goes_on, float& most, __m512& total,
+             AttentionSpace& space) const {
+    __m512 best = _mm512_set1_ps(most);
+    if (from > first || to < first + pieces * kTile) {
+      const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+      const auto within = [&](int64_t position, int piece) {
+        const int64_t lane = position - first - piece * kTile;
+        return _mm512_set1_epi32(static_cast<int>(std::clamp<int64_t>(lane, 0, kTile)));
+      };
+      for (int piece = 0; piece < pieces; ++piece) {
+        const __mmask16 seen = _mm512_cmpge_epi32_mask(lanes, within(from, piece)) &
+                               _mm512_cmplt_epi32_mask(lanes, within(to, piece));
+        float* scores = space.scores[piece][c];
+        _mm512_store_ps(scores, _mm512_mask_blend_ps(seen, _mm512_set1_ps(kHidden), _mm512_load_ps(scores)));
+      }
     }
-    for (int token = 0; token < kTile; ++token) memcpy(space + token * dim, row(at + token), sizeof(bf16) * dim);
-    stride = sizeof(bf16) * dim;
+    for (int piece = 0; piece < pieces; ++piece) best = _mm512_max_ps(best, _mm512_load_ps(space.scores[piece][c]));
+    const float before = most;
+    most = _mm512_reduce_max_ps(best);
+    const __m512 scale = _mm512_set1_ps(scale_), offset = _mm512_set1_ps(most * scale_);
+    __m512 sum = _mm512_setzero_ps();
+    for (int piece = 0; piece < pieces; ++piece) {
+      const __m512 weight = exp2_coarse(_mm512_fmsub_ps(_mm512_load_ps(space.scores[piece][c]), scale, offset));
+      sum = _mm512_add_ps(sum, weight);
+      _mm256_store_si256((__m256i*)space.weights[piece][c], narrow(weight));
+    }
+    if (goes_on && before != most) {
+      const __m512 shrink = exp2_fast(_mm512_set1_ps((before - most) * scale_));
+      total = _mm512_mul_ps(total, shrink);
+      float* row = space.out.get() + c * cache_.head_dim;
+      for (int d = 0; d < cache_.head_dim; d += kTile) {
+        _mm512_store_ps(row + d, _mm512_mul_ps(_mm512_load_ps(row + d), shrink));
+      }
+    }
+    total = _mm512_add_ps(total, sum);
+  }
+
+  // Adds the values by their weights to what was summed so far, if anything.
+  void mix(const Span& span, int kv_head, int64_t first, int pieces, bool goes_on, const bf16* values,
+           AttentionSpace& space) const {
+    const int dim = cache_.head_dim;
+    const size_t stride = sizeof(float) * dim;
+    const bf16* found[kKeys / kTile];
+    if (cache_.is_tiled()) {
+      for (int piece = 0; piece < pieces; ++piece) {
+        found[piece] = sixteen(span, kv_head, first + piece * kTile, values, nullptr, &CacheShape::into_values);
+      }
+    }
+    for (int d = 0; d < dim; d += 2 * kTile) {
+      float* out = space.out.get() + d;
+      if (goes_on) {
+        TILE_LOAD(0, out, stride);
+        TILE_LOAD(1, out + kTile, stride);
+      } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+      }
+      for (int piece = 0; piece < pieces; ++piece) {
+        if (!cache_.is_tiled()) {
+          found[piece] = sixteen(span, kv_head, first + piece * kTile, values, space.piece.get(), &CacheShape::into_values);
+        }
+        TILE_LOAD(5, space.weights[piece], sizeof(bf16) * kTile);
+        TILE_LOAD(6, found[piece] + d * kTile, 64);
+        TILE_DOT(0, 5, 6);
+        TILE_LOAD(7, found[piece] + (d + kTile) * kTile, 64);
+        TILE_DOT(1, 5, 7);
+      }
+      TILE_STORE(0, out, stride);
+      TILE_STORE(1, out + kTile, stride);
+    }
+  }
+
+  // The piece of one head's 16 tokens from position `at`, a multiple of 16; put together in `space` where blocks are not
+  // tiled.
+  template <typename Into>
+  const bf16* sixteen(const Span& span, int kv_head, int64_t at, const bf16* cache, bf16* space, const Into& into) const {
+    const uint32_t size = static_cast<uint32_t>(cache_.block_size);
+    const auto slot = [&](uint32_t position) {
+      const uint32_t index = position / size;
+      const int64_t block = index < span.table_size ? span.table[index] : cache_.null_block;
+      return block * size + position % size;
+    };
+    if (cache_.is_tiled()) return cache + cache_.piece(slot(static_cast<uint32_t>(at)), kv_head);
+    for (int token = 0; token < kTile; ++token) {
+      (cache_.*into)(cache + cache_.token(slot(static_cast<uint32_t>(at + token)), kv_head), token, space);
+    }
     return space;
   }
 

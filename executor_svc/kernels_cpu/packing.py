@@ -136,13 +136,14 @@ def _pack_blocks(blocks: Sequence[Blocks], order: NDArray[np.int64], target: For
     numbers = _rows([b.numbers for b in blocks], order)
     scales = _per_column(_rows([b.scales for b in blocks], order))
     rows, depth = numbers.shape
-    tiles = numbers.reshape(rows // PANEL, 2, _TILE, depth // GROUP, _TILE, 2).transpose(0, 3, 1, 4, 2, 5)
-    panels, pieces = tiles.shape[:2]
+    panels, pieces = rows // PANEL, depth // GROUP
     if target is Format.INT8:
-        parts = [tiles.reshape(panels, pieces, -1).view(np.uint8), scales]
+        fours = numbers.reshape(panels, 2, _TILE, pieces, GROUP // 4, 4).transpose(0, 3, 1, 4, 2, 5)
+        parts = [fours.reshape(panels, pieces, -1).view(np.uint8) ^ 128, scales]
     else:
-        neighbours = tiles.reshape(panels, pieces, 2, _TILE // 2, 2, 2 * _TILE)
-        nibbles = neighbours[..., 0, :] | neighbours[..., 1, :] << 4
+        # Of a column's 8 numbers the even ones, then the odd ones; bytes from the low end.
+        eights = numbers.reshape(panels, 2, _TILE, pieces, GROUP // 8, 2, 2, 2).transpose(0, 3, 1, 4, 2, 7, 5, 6)
+        nibbles = eights[..., 0] | eights[..., 1] << 4
         minima = _per_column(_rows([b.minima for b in blocks if b.minima is not None], order))
         parts = [nibbles.reshape(panels, pieces, -1), scales, minima]
     out = arena.take(sum(part.size for part in parts))

@@ -25,7 +25,7 @@ enum Part { kProducts, kAttention, kNorms, kHead, kParts };
 struct Layer {
   Matrix qkv, output, gate_up, down;  // gate_up: panels hold 16 columns of gate, then the same 16 of up
   const float *input_norm, *post_norm, *q_norm, *k_norm;  // the last two: null where the model has none
-  bf16 *keys, *values;                                    // [blocks, block_size, kv_heads, head_dim]
+  bf16 *keys, *values;                                    // see CacheShape (attention.h)
   int32_t window, reserved;
 };
 
@@ -210,9 +210,11 @@ class Decoder {
 
   struct Member {
     Member(const Shape& s, size_t deepest)
-        : panel(deepest * kPanel), normed(kOwnRows * s.hidden), sums(deepest / kTileDepth * kTile), space(s.head_dim) {}
-    Buffer<bf16> panel, normed;
-    Buffer<float> sums, head;
+        : panels(2 * deepest * kPanel), normed(kOwnRows * s.hidden), one_head(s.head_dim), groups(deepest),
+          space(s.head_dim) {}
+    Buffer<bf16> panels, normed, one_head;
+    Buffer<float> head;
+    Groups groups;
     std::vector<Best> best;
     AttentionSpace space;
   };
@@ -254,6 +256,8 @@ class Decoder {
         attention.run(unit.span, unit.kv_head, unit.column, layer.keys, layer.values, queries_.get(), context_.get(),
                       me.space);
       });
+      me.space.rows = 0;
+      tiles_begin();
       team_.barrier();
       spent(kAttention);
       multiply_into_residual(layer.output, context_.get(), rows, me);
@@ -293,14 +297,35 @@ class Decoder {
     }
   }
 
+  // Numbers below `total` that nobody else has, one after the other, then -1. `together` neighbours go to one member.
+  class Taker {
+   public:
+    Taker(Team& team, int total, int together) : team_(team), total_(total / together), together_(together) {}
+
+    int operator()() {
+      if (at_ == end_) {
+        if (!team_.next(total_, at_, end_)) return -1;
+        at_ *= together_;
+        end_ *= together_;
+      }
+      return at_++;
+    }
+
+   private:
+    Team& team_;
+    const int total_, together_;
+    int at_ = 0, end_ = 0;
+  };
+
   // use(first row, number of rows, first column, values[rows][32]) for every part of matrix * x.
   template <typename Use>
-  void multiply(const Matrix& matrix, const bf16* x, int rows, Member& me, const Use& use) {
-    if (matrix.format == kInt4 && rows <= kTile) sum_groups(x, matrix.depth, rows, me.sums.get());
-    each(matrix.num_panels(), [&](int index) {
-      multiply_panel(matrix, index, x, me.sums.get(), rows, reinterpret_cast<uint8_t*>(me.panel.get()),
-                     [&](int first, int count, const float* values) { use(first, count, index * kPanel, values); });
-    });
+  void multiply(const Matrix& matrix, const bf16* x, int rows, Member& me, const Use& use, int together = 1) {
+    me.groups.find(x, matrix.depth, rows, static_cast<Format>(matrix.format));
+    Taker take(team_, matrix.num_panels(), together);
+    multiply_panels(matrix, x, me.groups, rows, reinterpret_cast<uint8_t*>(me.panels.get()), take,
+                    [&](int index, int first, int count, const float* values) {
+                      use(first, count, index * kPanel, values);
+                    });
   }
 
   // use(member, first row, number of rows, first column, values[rows][32]) for every part of the head's product.
@@ -354,42 +379,39 @@ class Decoder {
   void multiply_heads(const Layer& layer, const Step& step, const bf16* x, int rows, Member& me) {
     const Shape& s = shape_;
     const Matrix& matrix = layer.qkv;
-    const int dim = s.head_dim, panels = dim / kPanel;
-    if (matrix.format == kInt4 && rows <= kTile) sum_groups(x, matrix.depth, rows, me.sums.get());
+    const int dim = s.head_dim;
     me.head.grow(static_cast<size_t>(rows) * dim);
-    each(s.heads + 2 * s.kv_heads, [&](int head) {
-      for (int panel = 0; panel < panels; ++panel) {
-        const int column = (head * panels + panel) * kPanel;
-        const __m512 low = matrix.bias ? _mm512_loadu_ps(matrix.bias + column) : _mm512_setzero_ps();
-        const __m512 high = matrix.bias ? _mm512_loadu_ps(matrix.bias + column + kTile) : _mm512_setzero_ps();
-        multiply_panel(matrix, column / kPanel, x, me.sums.get(), rows, reinterpret_cast<uint8_t*>(me.panel.get()),
-                       [&](int first, int count, const float* values) {
-                         float* to = me.head.get() + static_cast<int64_t>(first) * dim + panel * kPanel;
-                         for (int row = 0; row < count; ++row, to += dim, values += kPanel) {
-                           _mm512_storeu_ps(to, _mm512_add_ps(_mm512_load_ps(values), low));
-                           _mm512_storeu_ps(to + kTile, _mm512_add_ps(_mm512_load_ps(values + kTile), high));
-                         }
-                       });
+    const auto use = [&](int first, int count, int column, const float* values) {
+      const __m512 low = matrix.bias ? _mm512_loadu_ps(matrix.bias + column) : _mm512_setzero_ps();
+      const __m512 high = matrix.bias ? _mm512_loadu_ps(matrix.bias + column + kTile) : _mm512_setzero_ps();
+      float* const head = me.head.get() + static_cast<int64_t>(first) * dim;
+      float* to = head + column % dim;
+      for (int row = 0; row < count; ++row, to += dim, values += kPanel) {
+        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_load_ps(values), low));
+        _mm512_storeu_ps(to + kTile, _mm512_add_ps(_mm512_load_ps(values + kTile), high));
       }
-      for (int row = 0; row < rows; ++row) {
-        place_head(layer, step, row, head, me.head.get() + static_cast<int64_t>(row) * dim);
+      if (column % dim + kPanel < dim) return;
+      for (int row = 0; row < count; ++row) {
+        place_head(layer, step, first + row, column / dim, head + static_cast<int64_t>(row) * dim, me);
       }
-    });
+    };
+    multiply(matrix, x, rows, me, use, dim / kPanel);
   }
 
-  void place_head(const Layer& layer, const Step& step, int row, int head, const float* from) {
+  void place_head(const Layer& layer, const Step& step, int row, int head, const float* from, Member& me) {
     const Shape& s = shape_;
     const float* turn = model_.rotary + step.positions[row] * s.head_dim;
-    const int64_t slot = step.slots[row] * s.kv_heads;
     const int kv_head = head - s.heads, value_head = kv_head - s.kv_heads;
     if (kv_head < 0) {
       const int64_t at = static_cast<int64_t>(row) * s.heads + head;
       rotate_head(from, turn, layer.q_norm, queries_.get() + at * s.head_dim);
     } else if (value_head < 0) {
-      rotate_head(from, turn, layer.k_norm, layer.keys + (slot + kv_head) * s.head_dim);
+      rotate_head(from, turn, layer.k_norm, me.one_head.get());
+      cache_.put_key(me.one_head.get(), layer.keys, step.slots[row], kv_head);
     } else {
-      bf16* to = layer.values + (slot + value_head) * s.head_dim;
+      bf16* to = me.one_head.get();
       for (int i = 0; i < s.head_dim; i += 16) _mm256_storeu_si256((__m256i*)(to + i), narrow(_mm512_loadu_ps(from + i)));
+      cache_.put_value(to, layer.values, step.slots[row], value_head);
     }
   }
 

@@ -55,19 +55,22 @@ class Buffer {
 inline __m512 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
 inline __m256i narrow(__m512 wide) { return (__m256i)_mm512_cvtneps_pbh(wide); }
 
-#if defined(__AMX_BF16__) && !defined(STEPWIRE_PORTABLE_TILES)
-
+// The registers' shapes, as the processor reads them. What a register has less than the most takes less time.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Before a thread's first tile operation of a run, and after its last.
-inline void tiles_begin() {
-  const TileConfig config;
+#if defined(__AMX_BF16__) && !defined(STEPWIRE_PORTABLE_TILES)
+
+// Before a thread's first tile operation of a run, and wherever it needs other shapes; what registers held is lost.
+inline void tiles_begin(const TileConfig& config = {}) {
+  // GCC 12 takes the instruction to read 8 of the 64 bytes, and would not write the others.
+  asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
+// After a thread's last tile operation of a run.
 inline void tiles_end() { _tile_release(); }
 
 #define TILE_ZERO(t) _tile_zero(t)
@@ -87,31 +90,37 @@ struct alignas(64) Tile {
   uint8_t bytes[kTile][64];
 };
 inline thread_local Tile registers[8];
+inline thread_local TileConfig shapes;
 
-inline void tiles_begin() {}
+inline void tiles_begin(const TileConfig& config = {}) { shapes = config; }
 inline void tiles_end() {}
-inline void tile_load(Tile& tile, const void* from, size_t stride) {
-  for (int row = 0; row < kTile; ++row) memcpy(tile.bytes[row], static_cast<const uint8_t*>(from) + row * stride, 64);
+inline void tile_load(int t, const void* from, size_t stride) {
+  for (int row = 0; row < shapes.rows[t]; ++row) {
+    memcpy(registers[t].bytes[row], static_cast<const uint8_t*>(from) + row * stride, shapes.row_bytes[t]);
+  }
 }
-inline void tile_store(const Tile& tile, void* to, size_t stride) {
-  for (int row = 0; row < kTile; ++row) memcpy(static_cast<uint8_t*>(to) + row * stride, tile.bytes[row], 64);
+inline void tile_store(int t, void* to, size_t stride) {
+  for (int row = 0; row < shapes.rows[t]; ++row) {
+    memcpy(static_cast<uint8_t*>(to) + row * stride, registers[t].bytes[row], shapes.row_bytes[t]);
+  }
 }
-inline void tile_dot(Tile& c, const Tile& a, const Tile& b) {
-  for (int row = 0; row < kTile; ++row) {
-    __m512 sum = _mm512_load_ps(c.bytes[row]);
-    for (int pair = 0; pair < kTile; ++pair) {
+inline void tile_dot(int c, int a, int b) {
+  for (int row = 0; row < shapes.rows[c]; ++row) {
+    __m512 sum = _mm512_load_ps(registers[c].bytes[row]);
+    for (int pair = 0; pair < shapes.rows[b]; ++pair) {
       int both;
-      memcpy(&both, a.bytes[row] + 4 * pair, 4);
-      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)_mm512_load_si512(b.bytes[pair]));
+      memcpy(&both, registers[a].bytes[row] + 4 * pair, 4);
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both),
+                             (__m512bh)_mm512_load_si512(registers[b].bytes[pair]));
     }
-    _mm512_store_ps(c.bytes[row], sum);
+    _mm512_store_ps(registers[c].bytes[row], sum);
   }
 }
 
 #define TILE_ZERO(t) memset(&registers[t], 0, sizeof(Tile))
-#define TILE_LOAD(t, from, stride) tile_load(registers[t], from, stride)
-#define TILE_STORE(t, to, stride) tile_store(registers[t], to, stride)
-#define TILE_DOT(c, a, b) tile_dot(registers[c], registers[a], registers[b])
+#define TILE_LOAD(t, from, stride) tile_load(t, from, stride)
+#define TILE_STORE(t, to, stride) tile_store(t, to, stride)
+#define TILE_DOT(c, a, b) tile_dot(c, a, b)
 constexpr bool kHasTiles = false;
 
 #endif

@@ -1,13 +1,15 @@
 // Matrices in the order the tiles read them, and the product with them.
 //
 // A matrix [columns, depth] (out, in) is cut into panels of 32 columns; a panel is a sequence of pieces, 32 deep, so
-// that a product reads memory from one end to the other. A piece is two tiles:
-//   kDense  2 tiles of bfloat16                                           2048 bytes
-//   kInt8   2 x 512 int8 in tile order, 32 float16 scales                 1088 bytes
-//   kInt4   2 x 256 bytes of two 4-bit numbers, 32 scales, 32 minima       640 bytes: w = scale * number + minimum
-// Of 32 bytes of 4-bit numbers the low halves are one row of a tile, the high halves the next.
+// that a product reads memory from one end to the other. A piece is two halves of 16 columns:
+//   kDense  2 tiles of bfloat16                                            2048 bytes
+//   kInt8   2 x [8][16 columns][4 deep] numbers + 128, 32 float16 scales   1088 bytes
+//   kInt4   2 x [4][16 columns] of 8 numbers, 32 scales, 32 minima          640 bytes: w = scale * number + minimum
+// A column's 8 numbers of 4 bits are 32 bits: from the low end those 0, 2, 4, 6 deep, then those 1, 3, 5, 7 deep.
 // One scale for each column and 32 of its weights: the groups of GGUF's Q8_0, Q4_0 and Q4_1.
 #pragma once
+
+#include <algorithm>
 
 #include "tiles.h"
 
@@ -31,76 +33,87 @@ struct Matrix {
   const uint8_t* panel(int index) const { return data + index * num_pieces() * kPieceBytes[format]; }
 };
 
-// Each of 16 values twice, the first and the second 8: what the 16 lanes of half a tile row belong to.
-inline __m512 twice_low(__m512 x) {
-  return _mm512_permutexvar_ps(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), x);
-}
-inline __m512 twice_high(__m512 x) {
-  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8), x);
-}
 inline __m512 load_halves(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 
-// Two tiles of bfloat16 from one piece of an 8-bit matrix.
-inline void widen_int8(const uint8_t* piece, uint8_t* tiles) {
-  for (int tile = 0; tile < 2; ++tile) {
-    const __m512 scale = load_halves(piece + 1024 + 32 * tile);
-    const __m512 low = twice_low(scale), high = twice_high(scale);
-    const uint8_t* from = piece + 512 * tile;
-    uint8_t* to = tiles + kTileBytes * tile;
-    for (int row = 0; row < kTile; ++row) {
-      const __m512i first = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + 32 * row)));
-      const __m512i second = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + 32 * row + 16)));
-      const __m512 a = _mm512_mul_ps(_mm512_cvtepi32_ps(first), low);
-      const __m512 b = _mm512_mul_ps(_mm512_cvtepi32_ps(second), high);
-      _mm512_store_si512(to + 64 * row, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-    }
-  }
+struct Scales {
+  __m512 scale, least;
+};
+
+// Of 16 columns of one piece: a weight is scale * number + least.
+template <Format format>
+inline Scales scales_of(const uint8_t* piece, int half) {
+  if constexpr (format == kInt4) return {load_halves(piece + 512 + 32 * half), load_halves(piece + 576 + 32 * half)};
+  const __m512 scale = load_halves(piece + 1024 + 32 * half);
+  return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))};
 }
 
-// The same from a 4-bit piece.
-inline void widen_int4(const uint8_t* piece, uint8_t* tiles) {
-  const __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  for (int tile = 0; tile < 2; ++tile) {
-    const __m512 scale = load_halves(piece + 512 + 32 * tile), least = load_halves(piece + 576 + 32 * tile);
-    const __m512 scale_low = twice_low(scale), scale_high = twice_high(scale);
-    const __m512 least_low = twice_low(least), least_high = twice_high(least);
-    const uint8_t* from = piece + 256 * tile;
-    uint8_t* to = tiles + kTileBytes * tile;
-    for (int pair = 0; pair < kTile / 2; ++pair) {
-      const auto* bytes = (const __m128i*)(from + 32 * pair);
-      const __m512i left = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes));
-      const __m512i right = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes + 1));
-      // The permutation looks at the low four bits of its index alone.
-      const auto row = [&](__m512i low, __m512i high) {
-        const __m512 a = _mm512_fmadd_ps(_mm512_permutexvar_ps(low, numbers), scale_low, least_low);
-        const __m512 b = _mm512_fmadd_ps(_mm512_permutexvar_ps(high, numbers), scale_high, least_high);
-        return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+// A row of a tile: bfloat16 of 16 columns, `even` of them from one depth and `odd` from the next, by turns.
+inline __m512i round_pairs(__m512 even, __m512 odd) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
+  const __m512i high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, low, high);
+}
+
+// The weights of 16 columns of one piece as a tile of bfloat16. half: 0 or 1.
+template <Format format>
+inline void widen(const uint8_t* piece, int half, uint8_t* tile) {
+  if constexpr (format == kInt8) {
+    const auto [scale, least] = scales_of<format>(piece, half);
+    const __m512i low_byte = _mm512_set1_epi32(255);
+    for (int i = 0; i < kTile / 2; ++i) {
+      const __m512i four = _mm512_loadu_si512(piece + 512 * half + 64 * i);
+      const auto number = [&](int at) {
+        const __m512i alone = _mm512_and_si512(_mm512_srli_epi32(four, 8 * at), low_byte);
+        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(alone), scale, least);
       };
-      _mm512_store_si512(to + 128 * pair, row(left, right));
-      _mm512_store_si512(to + 128 * pair + 64, row(_mm512_srli_epi32(left, 4), _mm512_srli_epi32(right, 4)));
+      _mm512_store_si512(tile + 128 * i, round_pairs(number(0), number(1)));
+      _mm512_store_si512(tile + 128 * i + 64, round_pairs(number(2), number(3)));
+    }
+  }
+  if constexpr (format == kInt4) {
+    const __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const auto [scale, least] = scales_of<format>(piece, half);
+    for (int i = 0; i < kTile / 4; ++i) {
+      const __m512i eight = _mm512_loadu_si512(piece + 256 * half + 64 * i);
+      // The permutation looks at the low four bits of its index alone.
+      const auto number = [&](int shift) {
+        return _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(eight, shift), numbers), scale, least);
+      };
+      for (int pair = 0; pair < 4; ++pair) {
+        _mm512_store_si512(tile + 256 * i + 64 * pair, round_pairs(number(4 * pair), number(16 + 4 * pair)));
+      }
     }
   }
 }
 
-// Numbers alone, as bfloat16, which holds each exactly; scales and minima are left to the sums of a group.
-inline void widen_numbers_int8(const uint8_t* piece, uint8_t* tiles) {
-  for (int row = 0; row < 2 * kTile; ++row) {
-    const __m512i first = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(piece + 32 * row)));
-    const __m512i second = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(piece + 32 * row + 16)));
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(second), _mm512_cvtepi32_ps(first));
-    _mm512_store_si512(tiles + 64 * row, both);
-  }
-}
-
-inline void widen_numbers_int4(const uint8_t* piece, uint8_t* tiles) {
-  alignas(64) static constexpr uint16_t kNumbers[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-  // Twice the 16, as the permutation looks at five bits of its index.
-  const __m512i numbers = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)kNumbers));
-  for (int pair = 0; pair < kTile; ++pair) {
-    const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(piece + 32 * pair)));
-    _mm512_store_si512(tiles + 128 * pair, _mm512_permutexvar_epi16(both, numbers));
-    _mm512_store_si512(tiles + 128 * pair + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), numbers));
+// Numbers alone, as bfloat16, which holds each exactly; scales and minima are left to the sums of a group. Those of 8
+// bits are 128 too large.
+template <Format format>
+inline void widen_numbers(const uint8_t* piece, uint8_t* tiles) {
+  if constexpr (format == kInt8) {
+    const __m512i low_byte = _mm512_set1_epi32(255);
+    for (int i = 0; i < kTile; ++i) {
+      const __m512i four = _mm512_loadu_si512(piece + 64 * i);
+      const auto number = [&](int at) {
+        return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(four, 8 * at), low_byte));
+      };
+      _mm512_store_si512(tiles + 128 * i, round_pairs(number(0), number(1)));
+      _mm512_store_si512(tiles + 128 * i + 64, round_pairs(number(2), number(3)));
+    }
+  } else {
+    alignas(64) static constexpr uint16_t kNumbers[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+                                                          0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130,
+                                                          0x4140, 0x4150, 0x4160, 0x4170};
+    // Twice the 16, as the permutation looks at five bits of its index.
+    const __m512i numbers = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)kNumbers));
+    for (int i = 0; i < kTile / 2; ++i) {
+      const __m512i eight = _mm512_loadu_si512(piece + 64 * i);
+      for (int pair = 0; pair < 4; ++pair) {
+        const __m512i index = _mm512_srli_epi16(eight, 4 * pair);
+        _mm512_store_si512(tiles + 256 * i + 64 * pair, _mm512_permutexvar_epi16(index, numbers));
+      }
+    }
   }
 }
 
@@ -116,15 +129,16 @@ inline void prefetch(const uint8_t* piece) {
 template <Format format>
 inline const uint8_t* as_tiles(const uint8_t* piece, uint8_t* space) {
   if constexpr (format == kDense) return piece;
-  if constexpr (format == kInt8) widen_int8(piece, space);
-  if constexpr (format == kInt4) widen_int4(piece, space);
+  widen<format>(piece, 0, space);
+  widen<format>(piece, 1, space + kTileBytes);
   return space;
 }
 
 // out[32][32] float = 16 or 32 rows of x, times one panel. `stride`: bytes between rows of x. Each row is summed over the
-// depth in the same order, however many there are.
-template <Format format, bool wide>
-void multiply_block(const bf16* x, size_t stride, const uint8_t* panel, int pieces, float* out) {
+// depth in the same order, however many there are. `meanwhile`: called for each piece, while tiles are multiplied.
+template <Format format, bool wide, typename Meanwhile>
+void multiply_block(const bf16* x, size_t stride, const uint8_t* panel, int pieces, float* out,
+                    const Meanwhile& meanwhile) {
   alignas(64) uint8_t space[2][2 * kTileBytes];
   const auto* rows = reinterpret_cast<const uint8_t*>(x);
   TILE_ZERO(0);
@@ -149,6 +163,7 @@ void multiply_block(const bf16* x, size_t stride, const uint8_t* panel, int piec
       TILE_DOT(2, 5, 6);
       TILE_DOT(3, 5, 7);
     }
+    meanwhile();
     tiles = following;
   }
   TILE_STORE(0, out, 4 * kPanel);
@@ -159,22 +174,80 @@ void multiply_block(const bf16* x, size_t stride, const uint8_t* panel, int piec
   }
 }
 
-// sums[pieces][16] = of each row of x, its 32 numbers of each piece, added up.
-inline void sum_groups(const bf16* x, int depth, int rows, float* sums) {
-  for (int row = 0; row < rows; ++row) {
-    for (int piece = 0; piece < depth / kTileDepth; ++piece) {
-      const bf16* from = x + row * depth + piece * kTileDepth;
-      const __m512 low = widen(_mm256_loadu_si256((const __m256i*)from));
-      const __m512 high = widen(_mm256_loadu_si256((const __m256i*)(from + kTile)));
-      sums[piece * kTile + row] = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
+// Of up to 16 rows of x, what products with quantised weights need of each 32 of its numbers.
+struct Groups {
+  explicit Groups(size_t depth) : sums(depth / 32 * kTile), scales(depth / 32 * kFew), parts(depth * 2 * kFew) {}
+  Buffer<float> sums;     // [depth / 32][16 rows]: the 32 added up
+  Buffer<float> scales;   // [depth / 32][few rows]
+  Buffer<int8_t> parts;   // [depth / 32][few rows][2][32]: x = scale * (128 * first + second), to within 15 bits
+
+  // Of what products of `rows` rows with weights of `format` read.
+  void find(const bf16* x, int depth, int rows, Format format) {
+    if (format == kDense || rows > kTile) return;
+    if (rows > kFew) {
+      sum(x, depth, rows);
+    } else {
+      split(x, depth, rows, format);
     }
   }
-}
 
-// multiply_block for up to 16 rows of x and quantised weights: the numbers are multiplied as they are, and each group's
-// sum is scaled, which for few rows is much less than scaling each weight. sums: sum_groups of x.
+  static constexpr int kFew = 4;
+
+ private:
+  void sum(const bf16* x, int depth, int rows) {
+    for (int row = 0; row < rows; ++row) {
+      for (int group = 0; group < depth / 32; ++group) {
+        const bf16* from = x + row * depth + group * 32;
+        const __m512 low = stepwire::widen(_mm256_loadu_si256((const __m256i*)from));
+        const __m512 high = stepwire::widen(_mm256_loadu_si256((const __m256i*)(from + kTile)));
+        sums.get()[group * kTile + row] = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
+      }
+    }
+  }
+
+  // For up to kFew rows. The parts' order is that in which multiply_few reads numbers of `format`.
+  void split(const bf16* x, int depth, int rows, Format format) {
+    const __m256i eights = _mm256_set_epi8(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0, 15, 11, 14, 10, 13, 9,
+                                           12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
+    for (int row = 0; row < rows; ++row) {
+      for (int group = 0; group < depth / 32; ++group) {
+        const bf16* from = x + row * depth + group * 32;
+        const __m512 low = stepwire::widen(_mm256_loadu_si256((const __m256i*)from));
+        const __m512 high = stepwire::widen(_mm256_loadu_si256((const __m256i*)(from + kTile)));
+        const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+        const __m512 factor = _mm512_set1_ps(largest > 0.0f ? kMost / largest : 0.0f);
+        const __m512i whole[2] = {_mm512_cvtps_epi32(_mm512_mul_ps(low, factor)),
+                                  _mm512_cvtps_epi32(_mm512_mul_ps(high, factor))};
+        __m128i first[2], second[2];
+        for (int i = 0; i < 2; ++i) {
+          const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole[i], _mm512_set1_epi32(64)), 7);
+          first[i] = _mm512_cvtepi32_epi8(upper);
+          second[i] = _mm512_cvtepi32_epi8(_mm512_sub_epi32(whole[i], _mm512_slli_epi32(upper, 7)));
+        }
+        const auto put = [&](const __m128i* part, int which) {
+          const __m256i both = _mm256_set_m128i(part[1], part[0]);
+          int8_t* to = parts.get() + ((group * kFew + row) * 2 + which) * 32;
+          _mm256_store_si256((__m256i*)to, format == kInt4 ? _mm256_shuffle_epi8(both, eights) : both);
+        };
+        put(first, 0);
+        put(second, 1);
+        // What is not finite stays so.
+        const float scale = largest / kMost + 0.0f * _mm512_reduce_add_ps(_mm512_add_ps(low, high));
+        scales.get()[group * kFew + row] = scale;
+        // Of what the parts say: of x itself, the error of rounding would meet the minima unbalanced.
+        const int all = _mm512_reduce_add_epi32(_mm512_add_epi32(whole[0], whole[1]));
+        sums.get()[group * kTile + row] = scale * static_cast<float>(all);
+      }
+    }
+  }
+
+  static constexpr float kMost = 127 * 128;
+};
+
+// out[rows][32] = up to 16 rows of x times a panel of quantised weights: the numbers are multiplied as they are, and each
+// group's sum is scaled, which for few rows is much less than scaling each weight.
 template <Format format>
-void multiply_groups(const bf16* x, size_t stride, const float* sums, int rows, const uint8_t* panel, int pieces,
+void multiply_groups(const bf16* x, size_t stride, const Groups& groups, int rows, const uint8_t* panel, int pieces,
                      float* out) {
   alignas(64) uint8_t space[2][2 * kTileBytes];
   alignas(64) float part[2][kTile][kTile];
@@ -182,11 +255,7 @@ void multiply_groups(const bf16* x, size_t stride, const float* sums, int rows, 
   const auto widen_piece = [&](int k) {
     const uint8_t* piece = panel + k * kPieceBytes[format];
     prefetch<format>(piece);
-    if constexpr (format == kInt8) {
-      widen_numbers_int8(piece, space[k & 1]);
-    } else {
-      widen_numbers_int4(piece, space[k & 1]);
-    }
+    widen_numbers<format>(piece, space[k & 1]);
   };
   memset(out, 0, sizeof(float) * rows * kPanel);
   widen_piece(0);
@@ -201,69 +270,180 @@ void multiply_groups(const bf16* x, size_t stride, const float* sums, int rows, 
     if (k + 1 < pieces) widen_piece(k + 1);
     TILE_STORE(0, part[0], 64);
     TILE_STORE(1, part[1], 64);
-    const uint8_t* scales = panel + k * kPieceBytes[format] + (format == kInt8 ? 1024 : 512);
-    for (int tile = 0; tile < 2; ++tile) {
-      const __m512 scale = load_halves(scales + 32 * tile);
-      const __m512 least = format == kInt4 ? load_halves(scales + 64 + 32 * tile) : _mm512_setzero_ps();
+    const uint8_t* piece = panel + k * kPieceBytes[format];
+    for (int half = 0; half < 2; ++half) {
+      const auto [scale, least] = scales_of<format>(piece, half);
       for (int row = 0; row < rows; ++row) {
-        float* to = out + row * kPanel + tile * kTile;
-        __m512 sum = _mm512_fmadd_ps(_mm512_load_ps(part[tile][row]), scale, _mm512_load_ps(to));
-        if constexpr (format == kInt4) sum = _mm512_fmadd_ps(_mm512_set1_ps(sums[k * kTile + row]), least, sum);
-        _mm512_store_ps(to, sum);
+        float* to = out + row * kPanel + half * kTile;
+        const __m512 sum = _mm512_set1_ps(groups.sums.get()[k * kTile + row]);
+        const __m512 scaled = _mm512_fmadd_ps(_mm512_load_ps(part[half][row]), scale, _mm512_load_ps(to));
+        _mm512_store_ps(to, _mm512_fmadd_ps(sum, least, scaled));
       }
     }
   }
 }
 
-// One panel times all rows of x (readable up to a multiple of 32), `use(first_row, num_rows, out)` for each 32 of them.
-// `space`: room for the panel as bfloat16.
+// The same for up to kFew rows, in whole numbers: no slower than the weights come from memory.
+template <Format format, int rows>
+void multiply_few(const Groups& groups, const uint8_t* panel, int pieces, float* out) {
+  __m512 sums[rows][2];
+  for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
+  for (int k = 0; k < pieces; ++k) {
+    const uint8_t* piece = panel + k * kPieceBytes[format];
+    prefetch<format>(piece);
+    const int8_t* parts = groups.parts.get() + k * 64 * Groups::kFew;
+    for (int half = 0; half < 2; ++half) {
+      __m512i first[rows], second[rows];
+      for (int row = 0; row < rows; ++row) first[row] = second[row] = _mm512_setzero_si512();
+      const auto dot = [&](__m512i numbers, int at) {
+        for (int row = 0; row < rows; ++row) {
+          int upper, lower;
+          memcpy(&upper, parts + row * 64 + 4 * at, 4);
+          memcpy(&lower, parts + row * 64 + 32 + 4 * at, 4);
+          first[row] = _mm512_dpbusd_epi32(first[row], numbers, _mm512_set1_epi32(upper));
+          second[row] = _mm512_dpbusd_epi32(second[row], numbers, _mm512_set1_epi32(lower));
+        }
+      };
+      if constexpr (format == kInt8) {
+        for (int i = 0; i < 8; ++i) dot(_mm512_loadu_si512(piece + 512 * half + 64 * i), i);
+      } else {
+        const __m512i low = _mm512_set1_epi8(15);
+        for (int i = 0; i < 4; ++i) {
+          const __m512i eight = _mm512_loadu_si512(piece + 256 * half + 64 * i);
+          dot(_mm512_and_si512(eight, low), 2 * i);
+          dot(_mm512_and_si512(_mm512_srli_epi16(eight, 4), low), 2 * i + 1);
+        }
+      }
+      const auto [scale, least] = scales_of<format>(piece, half);
+      for (int row = 0; row < rows; ++row) {
+        const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(first[row], 7), second[row]);
+        const __m512 own = _mm512_mul_ps(scale, _mm512_set1_ps(groups.scales.get()[k * Groups::kFew + row]));
+        const __m512 sum = _mm512_set1_ps(groups.sums.get()[k * kTile + row]);
+        const __m512 scaled = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), own, sums[row][half]);
+        sums[row][half] = _mm512_fmadd_ps(sum, least, scaled);
+      }
+    }
+  }
+  for (int row = 0; row < rows; ++row) {
+    for (int half = 0; half < 2; ++half) _mm512_store_ps(out + row * kPanel + half * kTile, sums[row][half]);
+  }
+}
+
+// One panel times up to 32 rows of x (readable up to 16 or 32); `use(0, rows, out)`.
 template <Format format, typename Use>
-void multiply_panel(const Matrix& matrix, int index, const bf16* x, const float* sums, int rows, uint8_t* space,
-                    const Use& use) {
+void multiply_panel(const Matrix& matrix, int index, const bf16* x, const Groups& groups, int rows, const Use& use) {
   alignas(64) float out[2 * kTile * kPanel];
   const size_t stride = sizeof(bf16) * matrix.depth;
   const int pieces = matrix.num_pieces();
   const uint8_t* panel = matrix.panel(index);
-  if (rows <= kTile) {
-    if constexpr (format == kDense) {
-      multiply_block<format, false>(x, stride, panel, pieces, out);
-    } else {
-      multiply_groups<format>(x, stride, sums, rows, panel, pieces, out);
+  if (rows > kTile) {
+    multiply_block<format, true>(x, stride, panel, pieces, out, [] {});
+  } else if constexpr (format == kDense) {
+    multiply_block<format, false>(x, stride, panel, pieces, out, [] {});
+  } else {
+    switch (rows) {
+      case 1: multiply_few<format, 1>(groups, panel, pieces, out); break;
+      case 2: multiply_few<format, 2>(groups, panel, pieces, out); break;
+      case 3: multiply_few<format, 3>(groups, panel, pieces, out); break;
+      case 4: multiply_few<format, 4>(groups, panel, pieces, out); break;
+      default: multiply_groups<format>(x, stride, groups, rows, panel, pieces, out);
     }
-    use(0, rows, out);
-    return;
   }
-  if (rows <= 2 * kTile) {
-    multiply_block<format, true>(x, stride, panel, pieces, out);
-    use(0, rows, out);
-    return;
+  use(0, rows, out);
+}
+
+// A panel as bfloat16, made bit by bit beside other work.
+template <Format format>
+class Widening {
+ public:
+  // `panel`: null where there is nothing to do.
+  Widening(const uint8_t* panel, int pieces, uint8_t* to) : panel_(panel), to_(to), left_(panel ? 2 * pieces : 0) {}
+
+  void step() {
+    if (left_ == 0) return;
+    prefetch<format>(panel_);
+    widen<format>(panel_, half_, to_);
+    to_ += kTileBytes;
+    panel_ += half_ * kPieceBytes[format];
+    half_ ^= 1;
+    --left_;
   }
-  if constexpr (format != kDense) {
-    for (int k = 0; k < pieces; ++k) {
-      prefetch<format>(panel + k * kPieceBytes[format]);
-      as_tiles<format>(panel + k * kPieceBytes[format], space + k * kPieceBytes[kDense]);
-    }
-    panel = space;
+  void finish() {
+    while (left_ > 0) step();
   }
+
+ private:
+  const uint8_t* panel_;
+  uint8_t* to_;
+  int left_, half_ = 0;
+};
+
+// One panel of bfloat16 times all rows of x (readable up to a multiple of 32), `use(first_row, num_rows, out)` for each
+// 32 of them; `next` is widened meanwhile.
+template <Format format, typename Use>
+void multiply_rows(const uint8_t* panel, const Matrix& matrix, const bf16* x, int rows, Widening<format>& next,
+                   const Use& use) {
+  alignas(64) float out[2 * kTile * kPanel];
+  const size_t stride = sizeof(bf16) * matrix.depth;
+  const int pieces = matrix.num_pieces(), blocks = (rows + 2 * kTile - 1) / (2 * kTile);
+  int due = 0;  // of 2 for each piece, over all blocks
+  const auto meanwhile = [&] {
+    for (due += 2; due >= blocks; due -= blocks) next.step();
+  };
   for (int first = 0; first < rows; first += 2 * kTile) {
-    const int left = rows - first < 2 * kTile ? rows - first : 2 * kTile;
+    const int left = std::min(rows - first, 2 * kTile);
     const bf16* block = x + static_cast<size_t>(first) * matrix.depth;
     if (left <= kTile) {
-      multiply_block<kDense, false>(block, stride, panel, pieces, out);
+      multiply_block<kDense, false>(block, stride, panel, pieces, out, meanwhile);
     } else {
-      multiply_block<kDense, true>(block, stride, panel, pieces, out);
+      multiply_block<kDense, true>(block, stride, panel, pieces, out, meanwhile);
     }
     use(first, left, out);
   }
+  next.finish();
 }
 
-template <typename Use>
-void multiply_panel(const Matrix& matrix, int index, const bf16* x, const float* sums, int rows, uint8_t* space,
-                    const Use& use) {
+// use(panel, first row, number of rows, values[rows][32]) for each of the panels that `take()` gives, until it is -1.
+// x is readable up to a multiple of 32 rows; `groups`: of x, where it has few enough; `space`: twice a panel as bfloat16.
+template <Format format, typename Take, typename Use>
+void multiply_panels(const Matrix& matrix, const bf16* x, const Groups& groups, int rows, uint8_t* space,
+                     Take& take, const Use& use) {
+  const auto with = [&](int index) {
+    return [&use, index](int first, int count, const float* values) { use(index, first, count, values); };
+  };
+  if (rows <= 2 * kTile) {
+    for (int index = take(); index >= 0; index = take()) {
+      multiply_panel<format>(matrix, index, x, groups, rows, with(index));
+    }
+    return;
+  }
+  const int pieces = matrix.num_pieces();
+  const size_t size = pieces * kPieceBytes[kDense];
+  if constexpr (format == kDense) {
+    Widening<kDense> none(nullptr, 0, nullptr);
+    for (int index = take(); index >= 0; index = take()) {
+      multiply_rows(matrix.panel(index), matrix, x, rows, none, with(index));
+    }
+  } else {
+    int index = take();
+    if (index < 0) return;
+    Widening<format>(matrix.panel(index), pieces, space).finish();
+    for (int turn = 0; index >= 0; turn ^= 1) {
+      const int following = take();
+      Widening<format> next(following < 0 ? nullptr : matrix.panel(following), pieces, space + (turn ^ 1) * size);
+      multiply_rows(space + turn * size, matrix, x, rows, next, with(index));
+      index = following;
+    }
+  }
+}
+
+template <typename Take, typename Use>
+void multiply_panels(const Matrix& matrix, const bf16* x, const Groups& groups, int rows, uint8_t* space,
+                     Take& take, const Use& use) {
   switch (matrix.format) {
-    case kDense: return multiply_panel<kDense>(matrix, index, x, sums, rows, space, use);
-    case kInt8: return multiply_panel<kInt8>(matrix, index, x, sums, rows, space, use);
-    default: return multiply_panel<kInt4>(matrix, index, x, sums, rows, space, use);
+    case kDense: return multiply_panels<kDense>(matrix, x, groups, rows, space, take, use);
+    case kInt8: return multiply_panels<kInt8>(matrix, x, groups, rows, space, take, use);
+    default: return multiply_panels<kInt4>(matrix, x, groups, rows, space, take, use);
   }
 }
 

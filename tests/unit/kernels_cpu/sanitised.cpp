@@ -1,4 +1,5 @@
-// Runs every format, prefill and decode, whole and partial blocks, on small shapes; a sanitiser looks on.
+// Runs every format, prefill and decode, whole and partial blocks, on small shapes, call by call and as whole greedy
+// steps; a sanitiser looks on.
 
 #include "step.cpp"
 
@@ -33,6 +34,72 @@ struct Weights {
   }
 };
 
+static void fail(const char* what, Format format, int count) {
+  fprintf(stderr, "%s: format %d, %d tokens\n", what, format, count);
+  exit(1);
+}
+
+// Whole greedy steps of `num_rows` rows of state and one more that pads: a mixed step, then decoding, with rows that are
+// padding, dead, or do not sample.
+static void run_whole(void* decoder, Format format, int num_blocks, int64_t width) {
+  const int64_t num_rows = 3;
+  std::vector<int32_t> tables((num_rows + 1) * width, num_blocks), dead(num_rows + 1);
+  for (int64_t i = 0; i < num_rows * width; ++i) tables[i] = static_cast<int32_t>(i);
+  std::vector<int64_t> lengths{40, 1, 9, 1}, last{7, 1, 8, 1};
+  const Rows state{lengths.data(), last.data(), dead.data(), tables.data(), width, num_rows, num_blocks + 1};
+
+  // Row 0 decodes, the next place is padding, row 1 reads 37 tokens of its prompt and samples, row 2 has one token that
+  // the host knows and does not sample.
+  const std::vector<int64_t> rows{0, -1, 1, 2};
+  std::vector<int64_t> token_at{0, 1}, ids{-1, -1}, positions{-1, -1};
+  const int64_t prompt = 37;
+  for (int64_t i = 0; i < prompt; ++i) {
+    token_at.push_back(2);
+    ids.push_back(i % 5);
+    positions.push_back(i);
+  }
+  lengths[1] = prompt;
+  token_at.push_back(3);
+  ids.push_back(4);
+  positions.push_back(8);
+  const std::vector<int64_t> last_at{0, 1, 1 + prompt, 2 + prompt}, sampling{0, 2}, decode_tokens{0, 1}, decode_at{0, 1};
+  const std::vector<int64_t> chunks{2, 3, 2, 2 + prompt, prompt, 1, 0, 8};  // [4, 2]: place, first, count, start
+  std::vector<int64_t> tokens(rows.size(), -1), status(rows.size(), -1);
+  Batch batch{};
+  batch.rows = rows.data();
+  batch.num_rows = rows.size();
+  batch.tokens = tokens.data();
+  batch.status = status.data();
+  batch.token_at = token_at.data();
+  batch.token_ids = ids.data();
+  batch.positions = positions.data();
+  batch.last_at = last_at.data();
+  batch.sampling = sampling.data();
+  batch.decode_tokens = decode_tokens.data();
+  batch.decode_at = decode_at.data();
+  batch.chunks = chunks.data();
+  batch.num_tokens = token_at.size();
+  batch.num_decodes = decode_tokens.size();
+  batch.num_chunks = 2;
+  batch.num_sampling = sampling.size();
+  if (stepwire_run(decoder, &state, &batch)) fail("no memory", format, 40);
+  if (lengths != std::vector<int64_t>{41, prompt + 1, 9, 1}) fail("lengths of a mixed step", format, 40);
+  if (status != std::vector<int64_t>{kFine, kPadding, kFine, kFine}) fail("status of a mixed step", format, 40);
+
+  for (const bool samples : {true, false}) {
+    Batch decode{};
+    decode.rows = rows.data();
+    decode.num_rows = rows.size();
+    decode.num_sampling = samples ? rows.size() : 0;
+    decode.tokens = tokens.data();
+    decode.status = status.data();
+    dead[2] = 1;
+    if (stepwire_run(decoder, &state, &decode)) fail("no memory", format, 4);
+    if (status != std::vector<int64_t>{kFine, kPadding, kFine, kPadding}) fail("status of a step", format, 4);
+    if (lengths != std::vector<int64_t>{42, prompt + 2, 9, 1}) fail("lengths of a step", format, 4);
+  }
+}
+
 static void run(Format format, int block_size, int window, int threads) {
   Rng rng;
   const int hidden = 64, heads = 6, kv_heads = 2, dim = 32, intermediate = 96, vocab = 70, layers = 2, blocks = 70;
@@ -62,7 +129,7 @@ static void run(Format format, int block_size, int window, int threads) {
   std::vector<int32_t> tables(3 * width);
   for (int64_t i = 0; i < 3 * width; ++i) tables[i] = static_cast<int32_t>(i);
   const std::vector<int64_t> lengths{0, 50, 50}, rows{0, 1, 2};
-  for (const int count : {1, 2, 16, 17, 33, 70}) {
+  for (const int count : {1, 2, 4, 5, 16, 17, 33, 70, 110}) {
     const int decodes = count > 16 ? 2 : count > 1 ? 1 : 0, prefill = count - decodes;
     std::vector<int64_t> ids(count, 3), positions(count), slots(count), index(decodes);
     for (int i = 0; i < count; ++i) {
@@ -82,12 +149,10 @@ static void run(Format format, int block_size, int window, int threads) {
     std::vector<uint8_t> is_finite(count);
     stepwire_greedy(decoder, out.data(), count, tokens.data(), is_finite.data());
     for (float value : logits) {
-      if (!std::isfinite(value)) {
-        fprintf(stderr, "not finite: format %d, %d tokens\n", format, count);
-        exit(1);
-      }
+      if (!std::isfinite(value)) fail("not finite", format, count);
     }
   }
+  run_whole(decoder, format, blocks, width);
   uint64_t spent[kParts];
   stepwire_spent(decoder, spent);
   stepwire_destroy(decoder);

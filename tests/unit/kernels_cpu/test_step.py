@@ -61,7 +61,7 @@ def test_rows_in_company_of_any_number_stay_close_to_themselves_alone(format_: F
     """A row's bits depend on its own tokens where products of few and of many rows take one way: dense weights."""
     tokens = ids(150, 7)
     pieces = {}
-    for chunk in (1, 16, 33, 150):
+    for chunk in (1, 3, 16, 33, 150):
         scene = Scene(replace(CASES["grouped"], format=format_), threads=threads)
         pieces[chunk] = torch.cat(
             [
@@ -69,7 +69,7 @@ def test_rows_in_company_of_any_number_stay_close_to_themselves_alone(format_: F
                 for at in range(0, 150, chunk)
             ]
         )
-    for chunk in (1, 16, 33):
+    for chunk in (1, 3, 16, 33):
         if format_ is Format.DENSE:
             assert torch.equal(pieces[chunk], pieces[150]), chunk
         assert relative_error(pieces[chunk], pieces[150]) < CLOSE
@@ -90,6 +90,24 @@ def test_the_most_likely_token_is_the_least_of_the_best() -> None:
     assert is_finite.tolist() == [row not in (9, 11) for row in range(40)]
     assert tokens[is_finite].tolist() == want[is_finite].argmax(-1).tolist()
     assert tokens[7] == 0
+
+
+@pytest.mark.parametrize("format_", [Format.INT8, Format.INT4])
+@pytest.mark.parametrize("count", [1, 4, 5, 40, 100])
+def test_products_of_any_number_of_rows_are_those_of_floats(format_: Format, count: int) -> None:
+    """Each number of rows has its way through quantised weights; what is not finite stays so in all of them."""
+    scene = Scene(Case(format=format_))
+    side, tables = scene.native_side, scene.tables
+    model, reference = side.model, scene.torch_side.model
+    side.step([Work(0, 0, [1])], tables)  # binds the model to its cache
+    hidden = torch.randn(count, 96, generator=torch.Generator().manual_seed(count)).bfloat16()
+    hidden[0] *= 1e-20
+    got, want = model.logits(hidden), reference.logits(hidden.float())
+    for row in range(count):
+        # Few rows lose less than the weights in bfloat16 do.
+        assert relative_error(got[row], want[row]) < (2e-4 if count <= 4 else 5e-3)
+    hidden[-1, 40] = torch.nan
+    assert model.logits(hidden)[-1].isnan().all()
 
 
 def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:
