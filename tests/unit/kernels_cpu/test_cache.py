@@ -1,4 +1,4 @@
-"""What the cache knows of the kernels' layout: a slot that is cleaned is that token's, in every layer, and no other's."""
+"""What the cache knows of the kernels' layout: a slot that is cleaned is that token's in every layer, no other's."""
 
 from dataclasses import replace
 
