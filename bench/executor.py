@@ -4,7 +4,8 @@
     python -m bench.executor --weights auto,dense,torch   several executors beside each other
     python -m bench.executor --case decode-8 --json       last line is one object: conditions, results
 
-Cases: decode-N, N rows of 128 tokens each decode one token; prefill-N, a prompt of N tokens is computed. Weights: auto
+Cases: decode-N, N rows of 128 tokens each decode one token; prefill-N, a prompt of N tokens is computed; mixed-D-N, D
+rows decode beside N tokens of a prompt, from its token 1024 on. Weights: auto
 (as the file has them), dense (bfloat16), int8, int4: the CPU kernels; torch: the same model in torch's own operations.
 Executors and cases take turns, so that a disturbance of the machine hits all of them. Start-up is not in the numbers.
 
@@ -18,7 +19,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -38,11 +39,13 @@ from executor_svc.models.decoder import Decoder
 from executor_svc.runner import Runner
 from executor_svc.step_model import Model
 
-CASES: Final = ("decode-1", "decode-8", "decode-32", "prefill-128", "prefill-512")
+CASES: Final = ("decode-1", "decode-8", "decode-32", "prefill-128", "prefill-512", "mixed-8-152")
 FORMATS: Final = {"auto": None, "dense": Format.DENSE, "int8": Format.INT8, "int4": Format.INT4}
 CONTEXT: Final = 128
 BLOCK_SIZE: Final = 16
 STEPS: Final = 16  # of one turn
+MIXED_START: Final = 1024  # what the prompt of a mixed step has behind it
+MIXED_STEPS: Final = 8
 GREEDY: Final = Sampling(seed=1, max_tokens=4096, temperature=0.0, ignore_eos=True)
 
 
@@ -115,25 +118,50 @@ def weight_bytes(model: Model) -> int:
     return model.weights.num_bytes
 
 
+def begin_decoding(executor: Executor, count: int) -> None:
+    """Rows 0 to count - 1 have their context."""
+    blocks = (CONTEXT + STEPS) // BLOCK_SIZE + 1
+    for row in range(count):
+        admit = executor.admit(row, CONTEXT, blocks)
+        executor.step(admit=(admit,), num_tokens=CONTEXT, **piece_of(row, 0, CONTEXT))
+
+
+def piece_of(row: int, start: int, count: int) -> dict[str, Any]:
+    return {"prefill_rows": u32([row]), "prefill_starts": u32([start]), "prefill_counts": u32([count])}
+
+
+def run_mixed(executor: Executor, decodes: int, chunk: int, samples: Samples) -> None:
+    begin_decoding(executor, decodes)
+    row, total = decodes, MIXED_START + MIXED_STEPS * chunk
+    first = decodes * ((CONTEXT + STEPS) // BLOCK_SIZE + 1)
+    table = u32(range(first, first + total // BLOCK_SIZE + 1))
+    executor.step(
+        admit=(replace(executor.admit(row, total, 1), blocks=table),), **piece_of(row, 0, 512), num_tokens=512
+    )
+    executor.step(num_tokens=MIXED_START - 512, **piece_of(row, 512, MIXED_START - 512))
+    take_ticks(executor, {})
+    for start in range(MIXED_START, total, chunk):
+        work = piece_of(row, start, chunk)
+        samples.add(*executor.step(decode_rows=u32(range(decodes)), num_tokens=decodes + chunk, **work))
+
+
 def run_turn(executor: Executor, case: str, samples: Samples) -> None:
-    kind, _, size = case.partition("-")
-    count = int(size)
+    kind, *sizes = case.split("-")
+    count = int(sizes[0])
     executor.begin()
     take_ticks(executor, {})
-    if kind == "decode":
-        blocks = (CONTEXT + STEPS) // BLOCK_SIZE + 1
-        for row in range(count):
-            chunk = {"prefill_rows": u32([row]), "prefill_starts": u32([0]), "prefill_counts": u32([CONTEXT])}
-            executor.step(admit=(executor.admit(row, CONTEXT, blocks),), num_tokens=CONTEXT, **chunk)
+    if kind == "mixed":
+        run_mixed(executor, count, int(sizes[1]), samples)
+    elif kind == "decode":
+        begin_decoding(executor, count)
         take_ticks(executor, {})
         for _ in range(STEPS):
             samples.add(*executor.step(decode_rows=u32(range(count)), num_tokens=count))
     else:
         for _ in range(max(1, STEPS * 64 // count)):
-            chunk = {"prefill_rows": u32([0]), "prefill_starts": u32([0]), "prefill_counts": u32([count])}
             release = u32([0]) if executor.next_step > 1 else u32([])
             admit = (executor.admit(0, count, count // BLOCK_SIZE + 1),)
-            samples.add(*executor.step(release=release, admit=admit, num_tokens=count, **chunk))
+            samples.add(*executor.step(release=release, admit=admit, num_tokens=count, **piece_of(0, 0, count)))
     take_ticks(executor, samples.ticks)
 
 
@@ -144,15 +172,15 @@ def take_ticks(executor: Executor, into: dict[str, int]) -> None:
 
 
 def summarise(executor: Executor, case: str, samples: Samples, ticks_per_ns: float) -> dict[str, Any]:
-    kind, _, size = case.partition("-")
-    rows, config = int(size), executor.model.config
+    kind, *sizes = case.split("-")
+    rows, config = sum(int(size) for size in sizes), executor.model.config
     step = np.percentile(samples.step, (50, 95, 99)) / 1e6
     device, prepare = float(np.median(samples.device)) / 1e6, float(np.median(samples.prepare)) / 1e6
     parts = {part: ticks / ticks_per_ns / len(samples.step) / 1e6 for part, ticks in samples.ticks.items()}
     if parts:
         mean = float(np.mean(samples.device)) / 1e6
         parts["other device work"] = mean - sum(parts.values())
-    tokens = 1 if kind == "prefill" else rows  # whose logits are made
+    tokens = {"prefill": 1, "decode": rows, "mixed": int(sizes[0])}[kind]  # whose logits are made
     head = config.vocab_size * config.hidden_size
     flops = 2.0 * (rows * (config.num_parameters - head) + tokens * head)
     return {
