@@ -204,6 +204,21 @@ def test_row_errors_kill_one_row_until_it_is_released(make: Makers) -> None:
     assert got == clean.run(admit=(admit(1, [8], [0]),), **prefill((1, 0, 1)))
 
 
+@pytest.mark.parametrize("collected", [True, False])
+def test_blocks_kept_over_epochs_bring_no_nan_along(make: Makers, collected: bool) -> None:
+    """The row was not released, and nobody may have heard that it failed."""
+    executor = make(nan_token=True)
+    steps = started(executor)
+    failing = steps.launch(admit=(admit(1, [8, NAN_TOKEN, 9, 4], [0, 1]),), **prefill((1, 0, 4)))
+    if collected:
+        assert [e.row for e in failing.wait().row_errors] == [1]
+    again = Steps(executor, epoch=2)
+    assert again.begin(keep_kv=True, known_incarnation=executor.incarnation)
+    got = again.run(admit=(admit(1, [8], [0]),), **prefill((1, 0, 1)))
+    clean = started(make(nan_token=True))
+    assert got == clean.run(admit=(admit(1, [8], [0]),), **prefill((1, 0, 1)))
+
+
 def test_a_nan_in_an_early_chunk_is_told_with_that_chunk(make: Makers) -> None:
     steps = started(make(nan_token=True))
     bad = [NAN_TOKEN, 9, 4, 1, 1, 1]
