@@ -36,7 +36,7 @@ WARM_REQUESTS = 900
 TOGETHER = 30
 # One small object kept for every second request would be more. (What is bounded fills up slowly.)
 MAX_BLOCKS = REQUESTS // 2
-DEADLINE_S = 120.0
+DEADLINE_S = 100.0
 
 
 class Discard(SpanExporter):
