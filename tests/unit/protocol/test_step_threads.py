@@ -180,6 +180,23 @@ def test_plan_refused_says_what_and_where() -> None:
     assert "BUDGET num_tokens: too much" in str(error)
 
 
+@pytest.mark.parametrize("how", ["fail", "break wait"])
+def test_a_plan_that_comes_after_a_failed_step_is_not_launched(how: str) -> None:
+    async def test() -> None:
+        executor = Scripted(step_1=how)
+        bench = Bench(executor)
+        epoch = bench.epoch(1)
+        await bench.threads.begin_epoch(epoch)
+        bench.threads.step(epoch, StepPlan(1, 1, 0, 0), 0)
+        await bench.until(1)
+        bench.threads.step(epoch, StepPlan(1, 2, 0, 0), 0)
+        assert (await bench.until(2))[1] == (2, "EPOCH_ENDED")
+        assert executor.executed == [(1, 1)]
+        assert await bench.threads.stop(DEADLINE_S)
+
+    run(test)
+
+
 @pytest.mark.parametrize("where", ["begin_epoch", "execute", "wait"])
 def test_a_device_that_hangs_is_fatal(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
