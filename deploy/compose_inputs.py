@@ -82,7 +82,10 @@ def local_torch(report: Report) -> Iterator[None]:
     """Lends deploy/wheels/cpu a locally configured wheel of torch that fits the images' Python, if there is one."""
     folder = ROOT / "deploy" / "wheels" / "cpu"
     fitting = local_wheels("cp311")
-    if any(folder.glob("torch-*.whl")) or not fitting:
+    given = sorted(folder.glob("torch-*.whl"))
+    if given or not fitting:
+        source = f"from deploy/wheels/cpu: {given[-1].name}" if given else "from an index"
+        report.say(f"torch for the executor's image comes {source}")
         yield
         return
     lent = folder / fitting[0].name
