@@ -28,7 +28,7 @@ SCHEDULER_NAMES: Final = COMMON_NAMES | {
     "tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file", "max_message_bytes", "api_workers",
     "max_unread_bytes", "worker_listen", "stream_interval_ms", "max_queue_time_ms", "long_prefill_token_threshold",
     "max_partial_prefills", "max_long_partial_prefills", "target_itl_ms", "priority_aging_ms", "tenant_weights",
-    "isolate_tenants", "input_token_weight", "output_token_weight", "max_preemptions",
+    "prefill_share", "isolate_tenants", "input_token_weight", "output_token_weight", "max_preemptions",
     "allow_request_templates", "served_model_name", "trace_window_interval_s",
     "trace_sample_ratio", "slow_step_ms",
 }  # fmt: skip

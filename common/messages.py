@@ -121,6 +121,9 @@ class ExecutorInfo:
     max_output_bytes: int = 8 * 1024 * 1024
     device: str = "cpu"
     dtype: str = "float32"
+    decode_step_ns: int = 0
+    decode_row_ns: int = 0
+    prefill_token_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

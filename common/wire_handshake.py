@@ -60,6 +60,9 @@ _INFO_PLAIN = (
     "max_output_bytes",
     "device",
     "dtype",
+    "decode_step_ns",
+    "decode_row_ns",
+    "prefill_token_ns",
 )
 
 

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.model_files.description import ModelFiles, Progress
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
-from executor_svc.environment import cgroup_cpus, why_no_triton
+from executor_svc.environment import cgroup_cpus, own_cpus, why_no_triton
 from executor_svc.kernels_cpu.compile import NoKernels
 from executor_svc.kernels_cpu.decoder import unsupported
 from executor_svc.kernels_cpu.library import Library, load_library
@@ -18,6 +18,7 @@ from executor_svc.kernels_cpu.packing import Format
 from executor_svc.loader.load import load_model, model_config, model_dtype
 from executor_svc.numerics import can_pack
 from executor_svc.runner import Runner
+from executor_svc.step_costs import measure_costs
 from executor_svc.step_model import Model
 from executor_svc.streams import Device
 from executor_svc.weights_fit import check_weights_fit, loaded_bytes, native_bytes, room_on
@@ -38,7 +39,8 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
     if kernels is not None:
         threads = _threads(config) or torch.get_num_threads()
         # What torch still does in a step is small; its threads would spin beside the kernels' own.
-        device = make_device("cpu", threads=1)
+        cpus = own_cpus(threads)
+        device = make_device("cpu", threads=1, cpu=cpus[0] if cpus else None)
         ops = make_ops(config.numerics, device.torch_device)
         wanted, shape = _FORMATS[config.weight_dtype], model_config(files)
         _check_fit(config, files, device, f"weight_dtype {config.weight_dtype}", native_bytes(files, shape, wanted))
@@ -49,6 +51,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
             kernels,
             wanted=wanted,
             threads=threads,
+            cpus=cpus,
             progress=progress,
             max_positions=config.max_context or None,
         )
@@ -77,7 +80,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
             progress=progress,
             max_positions=config.max_context or None,
         )
-    return build_runner(
+    runner = build_runner(
         model,
         ops=ops,
         device=device,
@@ -94,6 +97,9 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         eos_ids=description.eos_ids,
         progress=progress,
     )
+    if device.torch_device.type == "cpu" and (costs := measure_costs(runner)) is not None:
+        runner.tell_costs(costs)
+    return runner
 
 
 def _set_early_launch(config: ExecutorConfig, device: Device) -> None:

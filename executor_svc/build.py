@@ -77,12 +77,12 @@ def default_dtype(numerics: str, device: str) -> torch.dtype | None:
     return None
 
 
-def make_device(name: str, *, threads: int = 0) -> Device:
-    """`name`: "cpu", "cuda", "cuda:N" or "auto". Raises ConfigError when there is no such device."""
+def make_device(name: str, *, threads: int = 0, cpu: int | None = None) -> Device:
+    """`name`: "cpu", "cuda", "cuda:N" or "auto"; `cpu`: see CpuDevice. Raises ConfigError when there is no such."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
-        return CpuDevice(threads=threads)
+        return CpuDevice(threads=threads, cpu=cpu)
     kind, _, index = name.partition(":")
     if kind != "cuda" or (index and not index.isdecimal()):
         raise ConfigError(f"unknown device {name!r}", field="device")

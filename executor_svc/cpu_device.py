@@ -1,6 +1,7 @@
 """The CPU as a Device; see executor_svc/streams.py."""
 
 import math
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -42,10 +43,11 @@ class CpuDevice:
     That order satisfies every fence between streams, so those cost nothing here; host fences are real.
     """
 
-    def __init__(self, *, threads: int = 0, clock: Clock | None = None) -> None:
-        """threads: that one operation may use; 0: torch's own choice."""
+    def __init__(self, *, threads: int = 0, cpu: int | None = None, clock: Clock | None = None) -> None:
+        """threads: that one operation may use; 0: torch's own choice. cpu: the processor the thread keeps to."""
         self._clock = clock or SystemClock()
         self._threads = threads
+        self._cpu = cpu
         self._failure: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="cpu-device", daemon=True)
@@ -108,6 +110,8 @@ class CpuDevice:
             self._worker.join()
 
     def _work(self) -> None:
+        if self._cpu is not None:
+            os.sched_setaffinity(0, {self._cpu})  # of this thread alone
         if self._threads:
             torch.set_num_threads(self._threads)
         with torch.inference_mode():

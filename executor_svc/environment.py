@@ -56,6 +56,13 @@ def why_no_triton() -> str:
     return "" if Path(headers, "Python.h").is_file() else f"Python's C headers are missing ({headers}/Python.h)"
 
 
+def own_cpus(threads: int) -> tuple[int, ...]:
+    """A processor for each of so many threads to keep to: where they are as many as this process may use. Fewer, or
+    more, are better placed by the system. Empty: none."""
+    cpus = os.sched_getaffinity(0)
+    return tuple(sorted(cpus)) if len(cpus) == threads > 1 else ()
+
+
 def cgroup_cpus(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Processors' worth of time this process's control group has, rounded up; None: no bound that can be read.
 

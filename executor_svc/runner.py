@@ -6,7 +6,7 @@ Threads: one calls everything but `PendingStep.wait`; another calls that. What t
 import secrets
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from executor_svc.plan_check import PlanCheck
 from executor_svc.results import collect_outputs, make_result
 from executor_svc.rows import HostRow, RowBook
 from executor_svc.staging import Stager
+from executor_svc.step_costs import StepCosts
 from executor_svc.step_executor import PlanRefused, refused
 from executor_svc.step_inputs import StepInputs, StepOutputs
 from executor_svc.streams import Device, Event, Fence, Stream
@@ -105,6 +106,15 @@ class Runner:
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    def tell_costs(self, costs: StepCosts) -> None:
+        """Before anybody asked for `info`."""
+        self._info = replace(
+            self._info,
+            decode_step_ns=costs.step_ns,
+            decode_row_ns=costs.row_ns,
+            prefill_token_ns=costs.token_ns,
+        )
 
     @property
     def incarnation(self) -> int:

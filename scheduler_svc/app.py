@@ -212,6 +212,7 @@ def core_config(config: SchedulerConfig) -> CoreConfig:
         max_partial_prefills=config.max_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
         target_itl_ms=config.target_itl_ms,
+        prefill_share=config.prefill_share,
         priority_aging_ms=config.priority_aging_ms,
         tenant_weights=weights_of(config.tenant_weights),
         input_token_weight=config.input_token_weight,

@@ -57,7 +57,7 @@ class SchedulerConfig(ServiceConfig):
     )
     max_num_seqs: int = Field(default=0, ge=0, description="sequences in one step, at most; 0: what the executor can")
     max_num_batched_tokens: int = Field(
-        default=0, ge=0, description="tokens in one step, at most; 0: what the executor can"
+        default=0, ge=0, description="tokens in one step, at most; 0: what the executor can, less by prefill_share"
     )
     max_prefill_chunk: int = Field(
         default=512, ge=0, description="prompt tokens of one sequence in one step; 0: no limit"
@@ -73,6 +73,13 @@ class SchedulerConfig(ServiceConfig):
     )
     max_long_partial_prefills: int = Field(
         default=0, ge=0, description="long ones of them; shorter prompts pass those that wait for it; 0: no limit"
+    )
+    prefill_share: float = Field(
+        default=0.67,
+        ge=0,
+        le=1,
+        description="of a step's time that prompts may take beside decodes, on a CPU; 1: all; off with the next or "
+        "max_num_batched_tokens",
     )
     target_itl_ms: float = Field(
         default=0.0, ge=0, description="p99 time between tokens that prefill may not push steps over; 0: off"

@@ -124,15 +124,24 @@ class NativeDecoder:
     """A Model (executor_svc.step_model). Works with the first cache it meets and with NativeAttention alone."""
 
     def __init__(
-        self, config: ModelConfig, weights: NativeWeights, library: Library, *, threads: int, max_positions: int = 0
+        self,
+        config: ModelConfig,
+        weights: NativeWeights,
+        library: Library,
+        *,
+        threads: int,
+        cpus: Sequence[int] = (),
+        max_positions: int = 0,
     ) -> None:
-        """`threads`: that share a step, the caller's included. Raises MemoryError."""
+        """`threads`: that share a step, the caller's included. `cpus`: the processors they keep to, one each, the
+        caller's first, which it sees to itself; empty: none does. Raises MemoryError."""
         self.config = config
         self.weights = weights
         self.dtype = torch.bfloat16
         self.device = torch.device("cpu")
         self.library = library
         self.threads = threads
+        self._cpus = tuple(cpus)
         table = RotaryTable(
             config.rope,
             config.head_dim,
@@ -211,7 +220,7 @@ class NativeDecoder:
         if cache.shape.dtype is not torch.bfloat16:
             raise TypeError(f"the kernels keep keys and values in bfloat16, not {cache.shape.dtype}")
         self._cache = cache
-        self._handle = self.library.create(self._describe(cache), self.threads)
+        self._handle = self.library.create(self._describe(cache), self.threads, self._cpus)
         weakref.finalize(self, self.library.destroy, self._handle)
 
     def _describe(self, cache: KvCache) -> CModel:

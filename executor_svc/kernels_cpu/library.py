@@ -1,6 +1,7 @@
 """The C interface of step.cpp. Structures mirror its own, field by field."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -83,7 +84,7 @@ class Library:
         except OSError as error:
             raise NoKernels(f"the kernels can not be loaded: {error}") from error
         library.stepwire_create.restype = c_void_p
-        library.stepwire_create.argtypes = [POINTER(CModel), c_int]
+        library.stepwire_create.argtypes = [POINTER(CModel), c_int, POINTER(c_int)]
         library.stepwire_destroy.restype = None
         library.stepwire_destroy.argtypes = [c_void_p]
         library.stepwire_forward.argtypes = [c_void_p, POINTER(CStep)]
@@ -99,8 +100,10 @@ class Library:
         self.has_tiles: bool = kind == 2
         self._library = library
 
-    def create(self, model: CModel, threads: int) -> int:
-        handle = self._library.stepwire_create(ctypes.byref(model), threads)
+    def create(self, model: CModel, threads: int, cpus: Sequence[int] = ()) -> int:
+        """cpus: one for each thread, or none; see NativeDecoder. Raises MemoryError."""
+        own = (c_int * threads)(*cpus) if cpus else None
+        handle = self._library.stepwire_create(ctypes.byref(model), threads, own)
         if not handle:
             raise MemoryError(f"the CPU kernels could not have their buffers or {threads} threads")
         return int(handle)

@@ -22,11 +22,12 @@ def load_native(
     *,
     wanted: Format | None,
     threads: int,
+    cpus: Sequence[int] = (),
     progress: Progress = no_progress,
     max_positions: int | None = None,
 ) -> NativeDecoder:
-    """`wanted`: see pack_weights. Host memory beyond the mapped file and the packed weights stays below that of a few
-    copies of one matrix. Raises ModelError naming file and tensor."""
+    """`wanted`: see pack_weights; `cpus`: see NativeDecoder. Host memory beyond the mapped file and the packed weights
+    stays below that of a few copies of one matrix. Raises ModelError naming file and tensor."""
     fields: dict[tuple[int, str], list[Part]] = {}
     for part in parts(config):
         fields.setdefault((part.layer, part.field), []).append(part)
@@ -48,4 +49,4 @@ def load_native(
 
         weights = pack_weights(config, read, wanted)
         weights = replace(weights, rope_divisors=source.rope_divisors(config.head_dim))
-    return NativeDecoder(config, weights, library, threads=threads, max_positions=max_positions or 0)
+    return NativeDecoder(config, weights, library, threads=threads, cpus=cpus, max_positions=max_positions or 0)

@@ -92,7 +92,8 @@ struct Unit {
 
 class Decoder {
  public:
-  Decoder(const Model& model, int threads) : model_(model), shape_(model.shape), team_(threads) {
+  Decoder(const Model& model, int threads, const int* cpus)
+      : model_(model), shape_(model.shape), team_(threads, cpus) {
     const Shape& s = shape_;
     layers_.assign(model.layers, model.layers + s.num_layers);
     const size_t deepest = std::max({s.hidden, s.intermediate, s.heads * s.head_dim});
@@ -484,10 +485,11 @@ extern "C" {
 // 0: this processor or system does not let the code run; 1: vectors; 2: tile registers.
 API int stepwire_ready() { return !ask_for_tiles() ? 0 : stepwire::kHasTiles ? 2 : 1; }
 
-// null: memory or threads were lacking. What `model` points to must outlive the decoder.
-API void* stepwire_create(const stepwire::Model* model, int threads) {
+// cpus: the processor each member of the team keeps to, but for the first, which is whoever calls; null: none does. Answers
+// null where memory or threads were lacking. What `model` points to must outlive the decoder.
+API void* stepwire_create(const stepwire::Model* model, int threads, const int* cpus) {
   stepwire::Decoder* made = nullptr;
-  guarded([&] { made = new stepwire::Decoder(*model, threads); });
+  guarded([&] { made = new stepwire::Decoder(*model, threads, cpus); });
   return made;
 }
 

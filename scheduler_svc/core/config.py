@@ -23,7 +23,8 @@ class CoreConfig:
     Prefill: max_prefill_chunk: tokens of one prompt in one step. A prompt over long_prefill_token_threshold is long and
     takes at most so many in one step. max_partial_prefills: sequences at once whose prompts are computed in part;
     max_long_partial_prefills: those of them that are long. target_itl_ms: the time between two tokens of a sequence
-    that 99 % of the steps with prefill keep: see `itl_controller`.
+    that 99 % of the steps with prefill keep: see `itl_controller`. prefill_share: of a step's time that prompts may
+    take beside decodes (see `prefill_share`; 1: no limit), unless max_num_batched_tokens or target_itl_ms is given.
 
     Policy: priority_aging_ms: waiting worth one level of priority. tenant_weights: shares, 1 for tenants not named;
     input_token_weight and output_token_weight: what a token counts (see `policies.fair`). isolate_tenants: no tenant
@@ -47,6 +48,7 @@ class CoreConfig:
     max_partial_prefills: int = 0
     max_long_partial_prefills: int = 0
     target_itl_ms: float = 0.0
+    prefill_share: float = 1.0
     priority_aging_ms: int = 0
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     input_token_weight: float = 1.0
@@ -70,12 +72,15 @@ class CoreConfig:
             ("max_partial_prefills", 0),
             ("max_long_partial_prefills", 0),
             ("target_itl_ms", 0),
+            ("prefill_share", 0),
             ("priority_aging_ms", 0),
             ("input_token_weight", 0),
             ("output_token_weight", 0),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below {least}", field=name, limit=str(least))
+        if self.prefill_share > 1:
+            raise ConfigError(f"prefill_share: {self.prefill_share} is above 1", field="prefill_share", limit="1")
         if self.priority_aging_ms > MAX_AGING_MS:
             raise ConfigError(
                 f"priority_aging_ms: {self.priority_aging_ms} is above {MAX_AGING_MS}",

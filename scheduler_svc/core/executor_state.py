@@ -12,6 +12,7 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.itl_controller import ItlController
 from scheduler_svc.core.pipeline_depth import PipelineDepth
+from scheduler_svc.core.prefill_share import PrefillShare
 from scheduler_svc.core.prefix_cache import Tail, extend_hashes
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64, NEVER, Bools, Rows
@@ -73,6 +74,7 @@ class ExecutorState:
         self.preemptions = 0
         self.times = StepTimes()
         self.itl: ItlController | None = None
+        self.share: PrefillShare | None = None
         self.pipeline = PipelineDepth(1, adapts=False)
         self._layout: tuple[int, int] | None = None
         self.pool = BlockPool(0, False)
@@ -123,6 +125,8 @@ class ExecutorState:
         self.is_eos[[eos_id for eos_id in info.eos_ids if eos_id < info.vocab_size]] = True
         if config.target_itl_ms:
             self.itl = ItlController(config.target_itl_ms * 1e6, self.max_tokens, self.times)
+        is_told = config.prefill_share >= 1 or config.max_num_batched_tokens or config.target_itl_ms
+        self.share = PrefillShare(info, config.prefill_share) if info.prefill_token_ns and not is_told else None
         self.up = True
 
     def disconnect(self) -> list[Sequence]:

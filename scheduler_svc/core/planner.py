@@ -47,8 +47,11 @@ class Planner:
         draft = Draft.of(executor)
         self.turns.make_room(executor, self.preempt)
         self._decodes(draft)
-        if executor.itl is not None and len(draft.decode):
-            draft.tokens = min(draft.tokens, executor.itl.budget)
+        if num_decodes := len(draft.decode):
+            if executor.itl is not None:
+                draft.tokens = min(draft.tokens, executor.itl.budget)
+            elif executor.share is not None:
+                draft.tokens = min(draft.tokens, executor.share.tokens(num_decodes))
         self._prefills(draft)
         self._admissions(draft, now_ns)
         self._release_followers(draft)

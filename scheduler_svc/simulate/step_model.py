@@ -38,6 +38,9 @@ class Shape(BaseModel):
     max_tokens_per_step: int = Field(ge=1)
     max_context: int = Field(ge=2)
     vocab_size: int = Field(ge=64)
+    decode_step_ns: int = Field(default=0, ge=0)
+    decode_row_ns: int = Field(default=0, ge=0)
+    prefill_token_ns: int = Field(default=0, ge=0)
 
 
 class StepModel(BaseModel):
@@ -86,6 +89,9 @@ class StepModel(BaseModel):
             model_id=self.name,
             model_hash=self.name,
             vocab_size=e.vocab_size,
+            decode_step_ns=e.decode_step_ns,
+            decode_row_ns=e.decode_row_ns,
+            prefill_token_ns=e.prefill_token_ns,
             eos_ids=(),
             num_rows=e.max_num_seqs + _SPARE_ROWS,
             max_num_seqs=e.max_num_seqs,

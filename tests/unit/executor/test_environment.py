@@ -1,5 +1,6 @@
 """What the machine has: processors by its control group, and what Triton needs before a GPU's first step."""
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import torch
 
 from executor_svc import environment
 from executor_svc.build import make_ops
-from executor_svc.environment import cgroup_cpus, why_no_triton
+from executor_svc.cpu_device import CpuDevice
+from executor_svc.environment import cgroup_cpus, own_cpus, why_no_triton
 from executor_svc.numerics import FastOps
+from executor_svc.streams import Stream
 
 
 @pytest.fixture
@@ -52,3 +55,21 @@ def test_threads_are_bounded_by_the_control_group(tmp_path: Path, files: dict[st
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cgroup_cpus(tmp_path) == expected
+
+
+def test_as_many_threads_as_processors_keep_to_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 2, 5})
+    assert own_cpus(3) == (2, 5, 7)
+    assert own_cpus(2) == own_cpus(4) == ()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})
+    assert own_cpus(1) == ()
+
+
+def test_a_device_thread_keeps_to_its_processor_alone() -> None:
+    before = os.sched_getaffinity(0)
+    device = CpuDevice(threads=1, cpu=max(before))
+    seen: list[set[int]] = []
+    device.enqueue(Stream.COMPUTE, lambda: seen.append(os.sched_getaffinity(0)))
+    device.close()
+    assert seen == [{max(before)}]
+    assert os.sched_getaffinity(0) == before

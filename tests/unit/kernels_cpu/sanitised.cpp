@@ -122,7 +122,7 @@ static void run(Format format, int block_size, int window, int threads) {
   std::vector<bf16> embedding(vocab * hidden, 0x3f00);
   Model model{{layers, hidden, heads, kv_heads, dim, intermediate, vocab, block_size, blocks, 1e-5f, 0.2f},
               all.data(), weights.back().matrix, ones.data(), rotary.data(), embedding.data()};
-  void* decoder = stepwire_create(&model, threads);
+  void* decoder = stepwire_create(&model, threads, nullptr);
 
   // Three rows with blocks of their own: a prompt, two that decode.
   const int64_t width = num_positions / block_size + 1;

@@ -126,6 +126,7 @@ class Work:
 class Scene:
     case: Case
     threads: int = 2
+    cpus: tuple[int, ...] = ()
     torch_side: Side = field(init=False)
     native_side: Side = field(init=False)
     tables: torch.Tensor = field(init=False)
@@ -137,7 +138,7 @@ class Scene:
             Decoder(config, weights, FastOps()), TorchPagedAttention(shape), self._cache(torch.float32)
         )
         packed = pack_decoder(config, weights, case.format)
-        native = NativeDecoder(config, packed, kernels(), threads=self.threads)
+        native = NativeDecoder(config, packed, kernels(), threads=self.threads, cpus=self.cpus)
         self.native_side = Side(native, NativeAttention(), self._cache(torch.bfloat16))
         order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(5))
         self.tables = order.view(3, -1).to(torch.int32)

@@ -1,8 +1,10 @@
 """The CPU kernels against torch in float32, and against themselves, bit for bit."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,3 +158,15 @@ except MemoryError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
     assert "600 threads" in done.stdout, done.stderr
+
+
+def test_members_keep_to_their_processors_and_the_caller_is_left_alone() -> None:
+    before = os.sched_getaffinity(0)
+    tasks = Path("/proc/self/task")
+    threads = {int(task.name) for task in tasks.iterdir()}
+    mine = max(before)
+    scene = Scene(Case(), threads=3, cpus=(mine, mine, min(before)))
+    scene.native_side.step([Work(0, 0, ids(10, 1))], scene.tables)
+    members = sorted({int(task.name) for task in tasks.iterdir()} - threads)
+    assert [os.sched_getaffinity(member) for member in members] == [{mine}, {min(before)}]
+    assert os.sched_getaffinity(0) == before

@@ -315,6 +315,9 @@ class ExecutorInfo(_message.Message):
     MAX_OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_NS_FIELD_NUMBER: _builtins.int
+    DECODE_ROW_NS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_NS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_hash: _builtins.str
     vocab_size: _builtins.int
@@ -351,6 +354,12 @@ class ExecutorInfo(_message.Message):
     """for people: "cpu" or the device's name."""
     dtype: _builtins.str
     """of weights and activations."""
+    decode_step_ns: _builtins.int
+    """What a step takes, measured before the executor serves: decode_step_ns + rows that decode * decode_row_ns + prompt
+    tokens * prefill_token_ns. All 0: not measured, and nothing that the scheduler need weigh.
+    """
+    decode_row_ns: _builtins.int
+    prefill_token_ns: _builtins.int
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """names from docs/protocol.md, for example "raw_logits", "prompt_logprobs"."""
@@ -379,10 +388,13 @@ class ExecutorInfo(_message.Message):
         max_output_bytes: _builtins.int = ...,
         device: _builtins.str = ...,
         dtype: _builtins.str = ...,
+        decode_step_ns: _builtins.int = ...,
+        decode_row_ns: _builtins.int = ...,
+        prefill_token_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "buckets", b"buckets", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "features", b"features", "kv_dtype", b"kv_dtype", "max_blocks_per_row", b"max_blocks_per_row", "max_context", b"max_context", "max_draft_tokens", b"max_draft_tokens", "max_message_bytes", b"max_message_bytes", "max_num_seqs", b"max_num_seqs", "max_output_bytes", b"max_output_bytes", "max_tokens_per_step", b"max_tokens_per_step", "model_hash", b"model_hash", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_rows", b"num_rows", "numerics", b"numerics", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "buckets", b"buckets", "decode_row_ns", b"decode_row_ns", "decode_step_ns", b"decode_step_ns", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "features", b"features", "kv_dtype", b"kv_dtype", "max_blocks_per_row", b"max_blocks_per_row", "max_context", b"max_context", "max_draft_tokens", b"max_draft_tokens", "max_message_bytes", b"max_message_bytes", "max_num_seqs", b"max_num_seqs", "max_output_bytes", b"max_output_bytes", "max_tokens_per_step", b"max_tokens_per_step", "model_hash", b"model_hash", "model_id", b"model_id", "num_blocks", b"num_blocks", "num_rows", b"num_rows", "numerics", b"numerics", "prefill_token_ns", b"prefill_token_ns", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
