@@ -10,7 +10,7 @@ from common.model_files.description import ModelFiles, Progress
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
 from executor_svc.environment import cgroup_cpus, own_cpus, why_no_triton
-from executor_svc.kernels_cpu.compile import NoKernels
+from executor_svc.kernels_cpu.compile import NoKernels, check_able
 from executor_svc.kernels_cpu.decoder import unsupported
 from executor_svc.kernels_cpu.library import Library, load_library
 from executor_svc.kernels_cpu.load import load_native
@@ -42,14 +42,12 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         cpus = own_cpus(threads)
         device = make_device("cpu", threads=1, cpu=cpus[0] if cpus else None)
         ops = make_ops(config.numerics, device.torch_device)
-        wanted, shape = _FORMATS[config.weight_dtype], model_config(files)
-        _check_fit(config, files, device, f"weight_dtype {config.weight_dtype}", native_bytes(files, shape, wanted))
         log.info("loading %s (%s) for the CPU kernels, %d threads", description.id, files.path, threads)
         native = load_native(
             files,
-            shape,
+            model_config(files),
             kernels,
-            wanted=wanted,
+            wanted=_FORMATS[config.weight_dtype],
             threads=threads,
             cpus=cpus,
             progress=progress,
@@ -67,7 +65,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         _check_fit(
             config,
             files,
-            device,
+            device.torch_device,
             str(dtype).removeprefix("torch."),
             loaded_bytes(model_config(files), dtype, packed=packed),
         )
@@ -119,9 +117,9 @@ def _set_early_launch(config: ExecutorConfig, device: Device) -> None:
     log.info("kernels are launched before the one ahead of them ends")
 
 
-def _check_fit(config: ExecutorConfig, files: ModelFiles, device: Device, kind: str, num_bytes: int) -> None:
+def _check_fit(config: ExecutorConfig, files: ModelFiles, device: torch.device, kind: str, num_bytes: int) -> None:
     """Before anything is read, so that what can not be had is said and not killed for. Raises ModelTooLarge."""
-    room = room_on(device.torch_device)
+    room = room_on(device)
     cache_bytes = 0 if config.num_blocks else config.kv_cache_memory
     check_weights_fit(files.description.id, kind, num_bytes, room, cache_bytes=cache_bytes)
     log.info("weights take %d of %d bytes free on %s", num_bytes, room.num_bytes, room.where)
@@ -136,12 +134,16 @@ def _threads(config: ExecutorConfig) -> int:
 def _cpu_kernels(config: ExecutorConfig, files: ModelFiles, progress: Progress) -> Library | None:
     """The kernels where this configuration takes them; None: torch computes the steps. Says which in the log.
 
-    Raises ConfigError where weights were asked for that only the kernels have.
+    Raises ConfigError where weights were asked for that only the kernels have, ModelTooLarge where theirs do not fit.
     """
     reason = _why_not_kernels(config, files)
     if not reason:
-        progress("building the CPU kernels", 0, 1)
         try:
+            check_able()
+            # A first build takes half a minute: what does not fit should not wait for it.
+            num_bytes = native_bytes(files, model_config(files), _FORMATS[config.weight_dtype])
+            _check_fit(config, files, torch.device("cpu"), f"weight_dtype {config.weight_dtype}", num_bytes)
+            progress("building the CPU kernels", 0, 1)
             kernels = load_library()
         except NoKernels as error:
             reason = str(error)

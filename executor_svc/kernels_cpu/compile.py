@@ -45,17 +45,27 @@ def find_compiler() -> str:
     raise NoKernels("no C++ compiler (g++ or clang++) is installed")
 
 
-def kernel_library() -> Path:
-    """The shared library for this processor, built unless it is there. Raises NoKernels."""
-    flags = read_cpu_flags()
+def check_able() -> None:
+    """Raises NoKernels where this machine certainly can not have them. Builds nothing."""
+    name = _name(read_cpu_flags())
+    if not any((folder / name).is_file() for folder in _folders()):
+        find_compiler()
+
+
+def _name(flags: frozenset[str]) -> str:
+    """Of the library. Raises NoKernels where the processor lacks what the code can not do without."""
     if not flags >= NEEDED:
         raise NoKernels(f"the processor lacks {', '.join(sorted(NEEDED - flags))}")
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.read_bytes())
     digest.update(" ".join([*FLAGS, *sorted(flags)]).encode())
-    name = f"step-{digest.hexdigest()[:20]}.so"
-    folders = _folders()
+    return f"step-{digest.hexdigest()[:20]}.so"
+
+
+def kernel_library() -> Path:
+    """The shared library for this processor, built unless it is there. Raises NoKernels."""
+    name, folders = _name(read_cpu_flags()), _folders()
     for folder in folders:
         if (folder / name).is_file():
             return folder / name

@@ -9,7 +9,7 @@ import pytest
 
 from executor_svc.environment import read_cpu_flags
 from executor_svc.kernels_cpu import compile as build
-from executor_svc.kernels_cpu.compile import FLAGS, SOURCE, NoKernels, find_compiler, kernel_library
+from executor_svc.kernels_cpu.compile import FLAGS, SOURCE, NoKernels, check_able, find_compiler, kernel_library
 from executor_svc.kernels_cpu.library import Library
 
 HERE = Path(__file__).parent
@@ -25,15 +25,17 @@ def able(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_processor_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "read_cpu_flags", lambda: build.NEEDED - {"avx512_bf16"})
-    with pytest.raises(NoKernels, match="lacks avx512_bf16"):
-        kernel_library()
+    for ask in (check_able, kernel_library):
+        with pytest.raises(NoKernels, match="lacks avx512_bf16"):
+            ask()
 
 
 def test_no_compiler(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(able))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(NoKernels, match="no C\\+\\+ compiler"):
-        kernel_library()
+    for ask in (check_able, kernel_library):
+        with pytest.raises(NoKernels, match="no C\\+\\+ compiler"):
+            ask()
 
 
 def test_a_compiler_that_fails_leaves_nothing(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
