@@ -9,6 +9,7 @@ import pytest
 
 from common.clock import ManualClock
 from common.messages import (
+    Draining,
     Hello,
     Pong,
     Sampling,
@@ -135,6 +136,20 @@ def test_own_scheduler_takes_over_a_half_open_stream() -> None:
             code, details = await old.ended()
             assert code is grpc.StatusCode.ABORTED
             assert "taken over by epoch 2" in details and A.hex() in details
+
+    run(main())
+
+
+def test_the_end_of_the_old_stream_leaves_the_one_that_took_over() -> None:
+    """It ends later than the other begins."""
+
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, Peer(served.address) as old, Peer(served.address) as new:
+            await old.hello(epoch=1)
+            await new.hello(epoch=2)
+            assert (await old.ended())[0] is grpc.StatusCode.ABORTED
+            assert await served.servicer.drain("going", 0.05) is False, "nobody closed it"
+            assert isinstance(await new.read(), Draining)
 
     run(main())
 
