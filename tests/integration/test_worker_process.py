@@ -125,6 +125,25 @@ def test_a_worker_that_answers_beats_lives(monkeypatch: pytest.MonkeyPatch) -> N
     run(main())
 
 
+CANCELS_FOR_ANOTHER = """
+import socket, sys, time
+from scheduler_svc.messages import WORKER_SHIFT, Cancel
+from scheduler_svc.workers.frames import FrameWriter
+socket.socket(fileno=int(sys.argv[1])).sendall(FrameWriter().encode(Cancel((8 << WORKER_SHIFT) + 1)))
+time.sleep(60)
+"""
+
+
+def test_a_worker_that_uses_the_key_of_another_is_killed() -> None:
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, engine(served.address) as (loop, _):
+            worker = RemoteWorker(setup(), loop)
+            await worker.start([sys.executable, "-P", "-c", CANCELS_FOR_ANOTHER])
+            assert await worker.wait() == -9
+
+    run(main())
+
+
 def test_a_worker_that_still_loads_is_asked_no_beats() -> None:
     """A large tokenizer on a busy machine takes its time, for which there is another limit."""
 
