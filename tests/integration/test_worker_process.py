@@ -129,7 +129,8 @@ CANCELS_FOR_ANOTHER = """
 import socket, sys, time
 from scheduler_svc.messages import WORKER_SHIFT, Cancel
 from scheduler_svc.workers.frames import FrameWriter
-socket.socket(fileno=int(sys.argv[1])).sendall(FrameWriter().encode(Cancel((8 << WORKER_SHIFT) + 1)))
+link = socket.socket(fileno=int(sys.argv[1]))
+link.sendall(FrameWriter().encode(Cancel((8 << WORKER_SHIFT) + 1)))
 time.sleep(60)
 """
 
