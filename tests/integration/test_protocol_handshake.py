@@ -193,6 +193,34 @@ def test_takeover_while_the_device_still_drains() -> None:
     run(main())
 
 
+def test_the_lease_begins_anew_with_welcome() -> None:
+    """The holder can send nothing while the device still drains, which may take longer than a lease."""
+    gate, begun, clock = threading.Event(), threading.Event(), ManualClock()
+
+    class SlowToBegin(ToyExecutor):
+        def begin_epoch(self, hello: Hello) -> bool:
+            begun.set()
+            assert gate.wait(20)
+            return super().begin_epoch(hello)
+
+    async def main() -> None:
+        async with (
+            serving(SlowToBegin(), clock=clock) as served,
+            Peer(served.address) as holder,
+            Peer(served.address, B) as stranger,
+        ):
+            await holder.send(holder.hello_message(1))
+            await asyncio.to_thread(begun.wait, 20)
+            clock.advance_ns(6_000_000_000)
+            gate.set()
+            assert isinstance(await holder.read(), Welcome)
+            await stranger.send(stranger.hello_message(1))
+            code, details = await stranger.ended()
+            assert code is grpc.StatusCode.FAILED_PRECONDITION and "held by" in details
+
+    run(main())
+
+
 def test_epoch_must_rise() -> None:
     async def main() -> None:
         async with serving(ToyExecutor()) as served, Peer(served.address) as first, Peer(served.address) as second:
