@@ -118,14 +118,19 @@ def test_what_runs_at_a_reset_goes_on_and_is_never_found(depth: int, steps: int)
 
 def test_choices_of_a_request_that_runs_at_a_reset_are_never_found() -> None:
     sim = Sim(CoreConfig(max_prefill_chunk=8, pipeline_depth=1))
-    sim.submit(PROMPT, 20, n=3)
+    sim.submit(PROMPT, 20, n=3, temperature=0.9, ignore_eos=True)
     _steps(sim, 2)
     sim.reset_cache()
     _steps(sim, 4)  # the prompt's end, and the forks
     assert sim.scheduler.stats().forked_tokens == 2 * 24
-    late = sim.submit(PROMPT, 4)
+    late = sim.submit(PROMPT, 1)
     sim.run()
     assert sim.clients[late].cached == 0
+    # Nor what they generated behind that prompt, when somebody's prompt goes on like that.
+    for key in sorted(sim.clients)[:3]:
+        turn = sim.submit([*PROMPT, *sim.clients[key].tokens], 1)
+        sim.run()
+        assert sim.clients[turn].cached == 24
     sim.assert_tokens()
     sim.assert_all_free()
 
