@@ -26,6 +26,7 @@ from scheduler_svc.core.outcome import Ending
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.executor_client import StreamOptions
 from scheduler_svc.observer import StepRecord
+from scheduler_svc.stream_parts import ClockEstimate
 from stepwire.executor.v1 import executor_pb2_grpc as pb_grpc
 from tests.fakes.toy_executor import ToyExecutor, crashed, toy_info
 from tests.integration.engine_harness import QUICK_STREAM, assert_oracle, engine, oracle, prompts, seeded, submit_all
@@ -216,6 +217,27 @@ def test_dead_peer_is_noticed_by_missed_pongs() -> None:
             await worker.until(lambda: [s.ready for s in worker.states] == [False, True, False, True])
             assert silent.epochs[:2] == [1, 2]
         await server.stop(None)
+
+    run(main())
+
+
+def test_an_idle_executor_that_answers_pings_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than a silent one would be."""
+    pongs: list[int] = []
+    add = ClockEstimate.add
+
+    def counting(self: ClockEstimate, *times: int) -> None:
+        pongs.append(times[0])
+        add(self, *times)
+
+    monkeypatch.setattr(ClockEstimate, "add", counting)
+
+    async def main() -> None:
+        async with serving(ToyExecutor()) as served, engine(served.address) as (loop, worker):
+            await worker.ready()
+            await until(lambda: len(pongs) > QUICK_STREAM.max_missed_pongs + 4)
+            assert [state.ready for state in worker.states] == [False, True]
+            assert loop.stats().executors[0].epoch == 1
 
     run(main())
 
