@@ -23,7 +23,7 @@ FLAGS: Final = (
     "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 # What the code can not do without; tile registers (amx_bf16) it uses where they are.
-NEEDED: Final = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "fma"})
+NEEDED: Final = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "fma"})
 _COMPILERS: Final = ("g++", "clang++", "c++")
 _TIME_LIMIT_S: Final = 300
 
