@@ -33,6 +33,11 @@ from tests.integration.test_api_core import Whole, whole
 
 REQUESTS = int(os.environ.get("NO_GROWTH_REQUESTS", "900"))
 WARM_REQUESTS = 900
+TRIES = 3
+WANTED = {
+    "plain OK", "text OK", "twice ALREADY_EXISTS", "refused NOT_FOUND", "abort CANCELLED",
+    "cancel CANCELLED", "deadline DEADLINE_EXCEEDED", "choices OK", "values OK",
+}  # fmt: skip
 TOGETHER = 30
 # One small object kept for every second request would be more. (What is bounded fills up slowly.)
 MAX_BLOCKS = REQUESTS // 2
@@ -115,15 +120,20 @@ def test_nothing_grows_with_requests() -> None:
         toy = ToyExecutor(toy_info(num_blocks=96))
         caller = Caller()
         async with everything(toy) as w:
-            target, before = w.target, 0
-            while caller.made < WARM_REQUESTS + REQUESTS:
-                await caller.round(target)
-                await w.at_rest()
-                if not before and caller.made >= WARM_REQUESTS:
-                    before = size(toy)
-            more = size(toy) - before
-        assert {"plain OK", "text OK", "twice ALREADY_EXISTS", "refused NOT_FOUND", "abort CANCELLED"} <= caller.ends
-        assert {"cancel CANCELLED", "deadline DEADLINE_EXCEEDED", "choices OK", "values OK"} <= caller.ends
+
+            async def serve(until: int) -> int:
+                while caller.made < until:
+                    await caller.round(w.target)
+                    await w.at_rest()
+                return size(toy)
+
+            before = await serve(WARM_REQUESTS)
+            for _ in range(TRIES):  # what is kept for a while goes; what leaks grows each time
+                after = await serve(caller.made + REQUESTS)
+                more, before = after - before, after
+                if more < MAX_BLOCKS and caller.ends >= WANTED:
+                    return
+        assert caller.ends >= WANTED
         assert more < MAX_BLOCKS, f"{more} more blocks of Python's after {REQUESTS} requests"
 
     run(main(), DEADLINE_S)
