@@ -227,7 +227,7 @@ class Runner:
         staging.finish(step.device_end)
         step.done = slot.download(step.device_end, batch.num_rows, copy_out)
         self._pending.append(step)
-        step.timings = _with(step.timings, launched_ns=self._clock.monotonic_ns())
+        step.timings = replace(step.timings, launched_ns=self._clock.monotonic_ns())
         return step
 
     def _find_shape(self, batch: Batch, inputs: StepInputs | None) -> GraphShape | None:
@@ -298,7 +298,7 @@ class Runner:
         idle = max(0, start - self._last_device_end_ns) if has_work and self._last_device_end_ns else 0
         if has_work:
             self._last_device_end_ns = end
-        return _with(
+        return replace(
             step.timings,
             copy_in_start_ns=at(step.copy_in_start),
             copy_in_end_ns=at(step.copy_in_end),
@@ -313,11 +313,6 @@ class Runner:
             self._closed = True
             self._device.synchronize()
             self._device.close()
-
-
-def _with(timings: Timings, **changes: int) -> Timings:
-    values = {name: getattr(timings, name) for name in Timings.__dataclass_fields__}
-    return Timings(**(values | changes))
 
 
 def _refuse_failed(plan: StepPlan, failure: BaseException) -> PlanRefused:
