@@ -6,6 +6,7 @@ A plan that `PlanCheck` lets through is applied without further checks.
 import numpy as np
 
 from common.messages import MAX_EXTEND_TOKENS, PlanErrorCode
+from common.prompt_positions import prompt_position_bytes, prompt_positions
 from executor_svc.admit_check import AdmitCheck
 from executor_svc.rows import NO_BLOCK
 
@@ -224,14 +225,13 @@ class PlanCheck(AdmitCheck):
             )  # fmt: skip
 
     def _prompt_logprob_bytes(self) -> int:
-        """Of the wanted positions whose predecessors are computed, as Stager picks them; others make no output."""
+        """Of the wanted positions; others make no output."""
         plan, total = self._plan, 0
         for row, start, count in zip(
             plan.prefill_rows.tolist(), plan.prefill_starts.tolist(), plan.prefill_counts.tolist(), strict=True
         ):
             sampling, prompt_len = self._sampling(row)
             if n := sampling.num_prompt_logprobs:
-                first = max(sampling.prompt_logprobs_from, start + 1)
-                last = min(start + count, prompt_len - 1)
-                total += max(0, last + 1 - first) * (4 + 8 * (n - 1))
+                wanted = prompt_positions(sampling.prompt_logprobs_from, start, start + count, prompt_len)
+                total += len(wanted) * prompt_position_bytes(n)
         return total

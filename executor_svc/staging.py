@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.messages import StepPlan
+from common.prompt_positions import prompt_positions
 from executor_svc.buffers import FREQUENCY, MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, StagingSlot
 from executor_svc.input_batch import Batch
 from executor_svc.row_changes import RowChanges
@@ -296,16 +297,15 @@ class Stager:
             inputs.num_top = max(self._book.row(row).sampling.num_logprobs for row in rows) - 1
 
     def _prompt_wishes(self, batch: Batch, slot: StagingSlot) -> Iterable[PromptWish]:
-        """Hidden state at p tells of the token at p + 1; wanted are prompt positions from prompt_logprobs_from."""
+        """Hidden state at p tells of the token at p + 1."""
         for at in np.flatnonzero(batch.is_prefill).tolist():
             state = self._book.row(int(batch.rows[at]))
             num = state.sampling.num_prompt_logprobs
             start, end = int(batch.starts[at]), int(batch.starts[at] + batch.counts[at])
-            first = max(state.sampling.prompt_logprobs_from, start + 1)
-            last = min(end, state.prompt_len - 1)
-            if num and first <= last:
-                targets = slot.put(state.tokens[first : last + 1])
-                yield PromptWish(at, int(batch.offsets[at]) + first - 1 - start, targets, num - 1)
+            wanted = prompt_positions(state.sampling.prompt_logprobs_from, start, end, state.prompt_len)
+            if num and wanted:
+                targets = slot.put(state.tokens[wanted.start : wanted.stop])
+                yield PromptWish(at, int(batch.offsets[at]) + wanted.start - 1 - start, targets, num - 1)
 
     def advance(self, batch: Batch) -> None:
         """The book after the step: what its rows have computed and sampled."""

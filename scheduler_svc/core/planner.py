@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from common.messages import MAX_EXTEND_TOKENS, Admit, Extend, u32
+from common.prompt_positions import prompt_position_bytes, prompt_positions
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import Draft, admit_bytes, extend_bytes
 from scheduler_svc.core.executor_state import ExecutorState
@@ -228,14 +229,13 @@ class Planner:
         """`count`, less what the bulk output of wanted prompt positions has no room for."""
         if not sequence.wants_prompt_logprobs or count <= 0:
             return count
-        size = 8 * sequence.request.sampling.num_prompt_logprobs - 4
-        first = max(sequence.next_prompt_logprob, sequence.planned + 1)
-        last = min(sequence.planned + count, sequence.prompt_len - 1)
-        wanted = max(0, last - first + 1)
-        room = draft.output_bytes // size
+        size = prompt_position_bytes(sequence.request.sampling.num_prompt_logprobs)
+        start = sequence.planned
+        positions = prompt_positions(sequence.next_prompt_logprob, start, start + count, sequence.prompt_len)
+        wanted, room = len(positions), draft.output_bytes // size
         if wanted > room:
             # Position p comes with the computation of p - 1.
-            count = first + room - 1 - sequence.planned
+            count = positions.start + room - 1 - start
             wanted = room
             if count <= 0:
                 draft.executor.reserved_output = max(draft.executor.reserved_output, size)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from common.errors import InvalidInput, NotSupported, ProtocolError, TooLarge
 from common.messages import ExecutorInfo
+from common.prompt_positions import prompt_position_bytes
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import admit_bytes
 from scheduler_svc.core.executor_state import context_limit, output_limit, wire_limit
@@ -74,5 +75,5 @@ def _check_outputs(request: Submit, info: ExecutorInfo, config: CoreConfig) -> N
     limit = output_limit(info, config)
     if request.raw_logits and 4 * info.vocab_size > limit:
         raise TooLarge("the raw logits of one token pass the limit of a step", field="raw_logits", limit=str(limit))
-    if 8 * s.num_prompt_logprobs - 4 > limit:
+    if s.num_prompt_logprobs and prompt_position_bytes(s.num_prompt_logprobs) > limit:
         raise TooLarge("the logprobs of one token pass the limit of a step", field="prompt_logprobs", limit=str(limit))
