@@ -17,6 +17,7 @@ class Turns:
     def __init__(self, config: CoreConfig, policy: Policy, queue: WaitingQueue) -> None:
         self._config = config
         self._policy = policy
+        self._evicts = type(policy).evicts_after is not Policy.evicts_after  # most never do, and every step asks
         self._queue = queue
         self._room_made: tuple[int, int] | None = None  # (ticket, executor) of whom the last eviction was for
 
@@ -46,7 +47,7 @@ class Turns:
         """Where the policy says so, the next to be admitted takes the place of running ones that rank far enough behind
         it: first of the `max_num_seqs`, then, once an attempt has shown how many are short, their blocks. On one
         executor only, and only when that helps."""
-        if not self._policy.evicts:
+        if not self._evicts:
             return
         head = self._queue.peek()
         limit = self._policy.evicts_after(head.rank) if head is not None else None

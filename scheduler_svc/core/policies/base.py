@@ -17,12 +17,10 @@ class Policy(ABC):
     Ranks also choose whom a shortage of blocks hits: the running sequence with the highest. They lie in a numpy column
     beside the rows, so choosing is one masked argmax.
 
-    evicts: `evicts_after` may have an answer.
     returns_first: a preempted sequence goes before everyone who never ran. Without it, it goes by its rank.
     refuses_late: a request that can not make its deadline is refused, or ended before it takes room (see `expiry`).
     """
 
-    evicts: ClassVar[bool] = False
     returns_first: ClassVar[bool] = False
     refuses_late: ClassVar[bool] = False
 

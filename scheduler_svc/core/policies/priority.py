@@ -22,8 +22,6 @@ class Priority(Policy):
     Priorities beyond ±2^20 (with aging ±2^10) count as that.
     """
 
-    evicts = True
-
     def rank(self, request: Submit, order: int) -> int:
         aging_ms = self._config.priority_aging_ms
         if aging_ms:
