@@ -169,23 +169,30 @@ def test_takeover_does_not_wait_for_a_peer_whose_window_is_full() -> None:
     run(main())
 
 
-def test_takeover_while_the_device_still_drains() -> None:
-    gate, begun = threading.Event(), threading.Event()
+class SlowToBegin(ToyExecutor):
+    """Sets `begun` when an epoch begins, and goes on when `gate` is set."""
 
-    class SlowToBegin(ToyExecutor):
-        def begin_epoch(self, hello: Hello) -> bool:
-            begun.set()
-            assert gate.wait(20)
-            return super().begin_epoch(hello)
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.begun = threading.Event(), threading.Event()
+
+    def begin_epoch(self, hello: Hello) -> bool:
+        self.begun.set()
+        assert self.gate.wait(20)
+        return super().begin_epoch(hello)
+
+
+def test_takeover_while_the_device_still_drains() -> None:
+    toy = SlowToBegin()
 
     async def main() -> None:
-        async with serving(SlowToBegin()) as served, Peer(served.address) as old, Peer(served.address) as new:
+        async with serving(toy) as served, Peer(served.address) as old, Peer(served.address) as new:
             await old.send(old.hello_message(1))
-            await asyncio.to_thread(begun.wait, 20)
+            await asyncio.to_thread(toy.begun.wait, 20)
             await new.send(new.hello_message(2))
             code, details = await old.ended()
             assert code is grpc.StatusCode.ABORTED and "taken over by epoch 2" in details
-            gate.set()
+            toy.gate.set()
             assert isinstance(await new.read(), Welcome)
             await new.send(empty_plan(2, 1))
             assert (await new.result()).epoch == 2
@@ -195,24 +202,18 @@ def test_takeover_while_the_device_still_drains() -> None:
 
 def test_the_lease_begins_anew_with_welcome() -> None:
     """The holder can send nothing while the device still drains, which may take longer than a lease."""
-    gate, begun, clock = threading.Event(), threading.Event(), ManualClock()
-
-    class SlowToBegin(ToyExecutor):
-        def begin_epoch(self, hello: Hello) -> bool:
-            begun.set()
-            assert gate.wait(20)
-            return super().begin_epoch(hello)
+    toy, clock = SlowToBegin(), ManualClock()
 
     async def main() -> None:
         async with (
-            serving(SlowToBegin(), clock=clock) as served,
+            serving(toy, clock=clock) as served,
             Peer(served.address) as holder,
             Peer(served.address, B) as stranger,
         ):
             await holder.send(holder.hello_message(1))
-            await asyncio.to_thread(begun.wait, 20)
+            await asyncio.to_thread(toy.begun.wait, 20)
             clock.advance_ns(6_000_000_000)
-            gate.set()
+            toy.gate.set()
             assert isinstance(await holder.read(), Welcome)
             await stranger.send(stranger.hello_message(1))
             code, details = await stranger.ended()
