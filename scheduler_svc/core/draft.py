@@ -18,7 +18,9 @@ def _columns(entries: Collection[tuple[int, ...]], width: int) -> tuple[U32, ...
     """Entries of `width` values each as so many columns."""
     if not entries:
         return (EMPTY_U32,) * width
-    return tuple(u32(column) for column in np.array(entries, dtype=np.uint32).T)
+    columns = np.array(tuple(zip(*entries, strict=True)), dtype=np.uint32)
+    columns.setflags(write=False)
+    return tuple(columns)
 
 
 def sampling_bytes(sampling: Sampling) -> int:
@@ -42,6 +44,7 @@ class Draft:
     and that others wait for. has_last_token: see Flight. blocks_owed: what rows that sit out wait for."""
 
     executor: ExecutorState
+    step_id: int
     tokens: int
     wire_bytes: int
     output_bytes: int
@@ -50,6 +53,7 @@ class Draft:
     admits: list[Admit] = field(default_factory=list)
     extends: list[Extend] = field(default_factory=list)
     prefills: list[tuple[int, int, int]] = field(default_factory=list)
+    prefill_tokens: int = 0
     sampling_prefills: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     leaders: list[Sequence] = field(default_factory=list)
@@ -59,11 +63,8 @@ class Draft:
 
     @classmethod
     def of(cls, executor: ExecutorState) -> "Draft":
-        return cls(executor, executor.max_tokens, executor.max_wire_bytes, executor.max_output_bytes, executor.no_rows)
-
-    @property
-    def step_id(self) -> int:
-        return self.executor.next_step
+        e = executor
+        return cls(e, e.next_step, e.max_tokens, e.max_wire_bytes, e.max_output_bytes, e.no_rows)
 
     @property
     def is_empty(self) -> bool:
@@ -77,12 +78,11 @@ class Draft:
         copy_sources, copy_targets = _columns(self.copies, 2)
         prefill_rows, prefill_starts, prefill_counts = _columns(sorted(self.prefills), 3)
         raw_logits_rows, raw_logits_positions = _columns(sorted(self.raw), 2)
-        prefill_tokens = sum(count for _, _, count in self.prefills)
         plan = StepPlan(
             epoch=executor.epoch,
             step_id=self.step_id,
             sent_ns=now_ns,
-            num_tokens=prefill_tokens + len(decode),
+            num_tokens=self.prefill_tokens + len(decode),
             trace_context=trace_context,
             release=u32(executor.releases) if executor.releases else EMPTY_U32,
             admit=tuple(self.admits),
@@ -114,7 +114,7 @@ class Draft:
             decode_keys=decode.keys,
             prefill_keys=prefill_keys,
             decode_tokens=len(decode),
-            prefill_tokens=prefill_tokens,
+            prefill_tokens=self.prefill_tokens,
             running=executor.num_running,
             waiting=waiting,
             free_blocks=executor.pool.available,

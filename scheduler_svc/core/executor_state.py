@@ -153,16 +153,26 @@ class ExecutorState:
         final = sequence.prompt_len + (sequence.request.sampling.max_tokens or self.context)
         return (self.context, FinishReason.CONTEXT) if final > self.context else (final, FinishReason.MAX_TOKENS)
 
-    def take_row(self, sequence: Sequence, admission_id: int, shared: list[int], fresh: int, computed: int) -> int:
-        """Gives `sequence` a row whose table is the `shared` blocks (their user count rises) and `fresh` new ones. The
-        next plan names it. `computed`: positions that need no computation; those past `shared` are there by a copy."""
+    def take_row(
+        self,
+        sequence: Sequence,
+        admission_id: int,
+        shared: list[int],
+        fresh: int,
+        computed: int,
+        final: int,
+        end_reason: FinishReason,
+    ) -> U32:
+        """Gives `sequence` a row whose table is the `shared` blocks (their user count rises) and `fresh` new ones, and
+        returns that table. The next plan names the row. `computed`: positions that need no computation; those past
+        `shared` are there by a copy. final, end_reason: see `end_of`."""
         rows = self.rows
         row = heapq.heappop(self.free_rows)
         if shared:
             self.pool.share(shared)
         if sequence.cached < 0:
             sequence.cached = computed
-        rows.occupy(row, sequence, admission_id, *self.end_of(sequence))
+        rows.occupy(row, sequence, admission_id, final, end_reason)
         rows.last_step[row] = self.next_step
         rows.protected[row] = sequence.preemptions >= self._config.max_preemptions
         rows.prefilled[row] = computed
@@ -171,15 +181,16 @@ class ExecutorState:
         sequence.planned = computed
         sequence.prefilled_step = 0
         sequence.sent = 0
-        num_shared, num_blocks = len(shared), len(shared) + fresh
-        sequence.registered = sequence.num_known = num_shared
-        if num_shared:
-            rows.table[row, :num_shared] = shared
-        rows.table[row, num_shared:num_blocks] = self.pool.allocate(fresh)
+        sequence.registered = sequence.num_known = len(shared)
+        blocks = self.pool.allocate(fresh)
+        if shared:
+            blocks = np.concatenate((np.array(shared, dtype=np.uint32), blocks))
+        num_blocks = len(blocks)
+        rows.table[row, :num_blocks] = blocks
         rows.table_len[row], rows.capacity[row] = num_blocks, num_blocks * self.block_size
         self.prefilling.append(row)
         self.num_running += 1
-        return row
+        return u32(blocks)
 
     def grant(self, grown: I64) -> tuple[U32, U32, U32]:
         """One new block at the end of the table of each row of `grown`; there must be enough. Returns the grants as

@@ -49,8 +49,7 @@ class Head:
 
 def find_head(executor: ExecutorState, sequence: Sequence) -> Head:
     """At least one token is left to compute, and none whose logits are still wanted is skipped."""
-    if can_fork(executor, sequence):
-        assert sequence.leader is not None
+    if sequence.leader is not None and can_fork(executor, sequence):
         row, computed = sequence.leader.row, sequence.prompt_len - 1
         num_shared = computed // executor.block_size
         table = executor.rows.blocks(row)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from common.messages import MAX_EXTEND_TOKENS, Admit, Extend, u32
+from common.messages import MAX_EXTEND_TOKENS, Admit, Extend
 from common.prompt_positions import prompt_position_bytes, prompt_positions
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import Draft, admit_bytes, extend_bytes
@@ -187,9 +187,11 @@ class Planner:
             count = min(count, self._config.max_prefill_chunk)
         if self._queue.is_long(sequence):
             count = min(count, self._config.long_prefill_token_threshold)
-        self._send(draft, sequence, sequence.planned + count)
-        count = min(count, sequence.sent - sequence.planned)
-        count = self._within_prompt_logprobs(draft, sequence, count)
+        if sequence.sent < sequence.planned + count:
+            self._send(draft, sequence, sequence.planned + count)
+            count = min(count, sequence.sent - sequence.planned)
+        if sequence.wants_prompt_logprobs:
+            count = self._within_prompt_logprobs(draft, sequence, count)
         if count > 0 and rows.raw_logits[row] and sequence.planned + count == sequence.admitted_len:
             size = self._raw_bytes(executor)
             if draft.output_bytes >= size:
@@ -201,6 +203,7 @@ class Planner:
         if count <= 0:
             return
         draft.prefills.append((row, sequence.planned, count))
+        draft.prefill_tokens += count
         draft.tokens -= count
         sequence.planned += count
         rows.last_step[row] = draft.step_id
@@ -226,8 +229,8 @@ class Planner:
 
     @staticmethod
     def _within_prompt_logprobs(draft: Draft, sequence: Sequence, count: int) -> int:
-        """`count`, less what the bulk output of wanted prompt positions has no room for."""
-        if not sequence.wants_prompt_logprobs or count <= 0:
+        """`count`, less what the bulk output of wanted prompt positions has no room for. Some are wanted."""
+        if count <= 0:
             return count
         size = prompt_position_bytes(sequence.request.sampling.num_prompt_logprobs)
         start = sequence.planned
@@ -276,7 +279,7 @@ class Planner:
                 return False
         # Positions that are written: of the last token none is, so a sequence that may take one more step needs one
         # more than it has tokens, and one that may not be preempted all it can get.
-        final, _ = executor.end_of(sequence)
+        final, end_reason = executor.end_of(sequence)
         last = final - 1
         total = last if sequence.preemptions >= self._config.max_preemptions else min(sequence.length + 1, last)
         num_blocks = -(-max(total, sequence.length) // size)
@@ -295,28 +298,28 @@ class Planner:
         self._queue.remove(sequence)
         self._count(executor, sequence, head)
         admission_id = self._next_admission()
-        row = executor.take_row(sequence, admission_id, head.blocks, fresh, head.computed)
+        blocks = executor.take_row(sequence, admission_id, head.blocks, fresh, head.computed, final, end_reason)
         if head.leader >= 0:
-            self._fork(draft, row, head, sequence)
+            self._fork(draft, head, sequence)
         sequence.leader = None
         sequence.sent = min(sequence.length, MAX_EXTEND_TOKENS)
         admit = Admit(
-            row=row,
+            row=sequence.row,
             admission_id=admission_id,
             tokens=sequence.tokens(0, sequence.sent),
             length=sequence.length,
             prompt_len=sequence.prompt_len,
             computed_len=sequence.planned,
-            blocks=u32(executor.rows.blocks(row).copy()),
+            blocks=blocks,
             sampling=sequence.sampling(final - sequence.prompt_len),
         )
         draft.admits.append(admit)
         return True
 
     @staticmethod
-    def _fork(draft: Draft, row: int, head: Head, sequence: Sequence) -> None:
+    def _fork(draft: Draft, head: Head, sequence: Sequence) -> None:
         """See core/forks.py. The leader's row is named by this step from now on."""
-        rows, leader = draft.executor.rows, sequence.leader
+        rows, row, leader = draft.executor.rows, sequence.row, sequence.leader
         assert leader is not None
         sequence.hashes, sequence.hash_block_size = leader.hashes[: len(head.blocks)], leader.hash_block_size
         rows.last_step[head.leader] = draft.step_id

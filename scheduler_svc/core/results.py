@@ -120,8 +120,12 @@ def _endings(
     if has_last_token:
         may_end = may_end | (rows.low >= rows.final).take(index)
     entries = may_end.nonzero()[0]
-    found = zip(entries.tolist(), index[entries].tolist(), tokens[entries].tolist(), strict=True)
-    reason_of = {entry: reason for entry, row, token in found if (reason := _end_reason(executor, row, token))}
+    ending, at = entries.tolist(), index[entries].tolist()
+    if has_eos or rows.num_with_stops:
+        found = zip(ending, at, tokens[entries].tolist(), strict=True)
+        reason_of = {entry: reason for entry, row, token in found if (reason := _end_reason(executor, row, token))}
+    else:  # by their length alone
+        reason_of = {entry: rows.end_reason[row] for entry, row in zip(ending, at, strict=True)}
     if not reason_of:
         return sampled.batch().no_reasons, {}
     reasons: U8 = np.zeros(len(index), dtype=np.uint8)

@@ -131,9 +131,9 @@ class Sequence:
     def sampling(self, max_tokens: int) -> Sampling:
         """What an Admit carries: `max_tokens` resolved, prompt logprobs only where they are still wanted."""
         s = self.request.sampling
-        wanted = self.wants_prompt_logprobs
         if s.max_tokens == max_tokens and not s.num_prompt_logprobs:
             return s
+        wanted = self.wants_prompt_logprobs
         return replace(
             s,
             max_tokens=max_tokens,

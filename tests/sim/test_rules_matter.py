@@ -54,9 +54,9 @@ def _copied_blocks_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader's row is not marked as named by the step that copies its block."""
     original = Planner._fork
 
-    def fork(draft: Draft, row: int, head: Head, sequence: Sequence) -> None:
+    def fork(draft: Draft, head: Head, sequence: Sequence) -> None:
         last_step = int(draft.executor.rows.last_step[head.leader])
-        original(draft, row, head, sequence)
+        original(draft, head, sequence)
         draft.executor.rows.last_step[head.leader] = last_step
 
     monkeypatch.setattr(Planner, "_fork", staticmethod(fork))
