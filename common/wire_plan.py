@@ -76,14 +76,15 @@ def encode_plan(plan: m.StepPlan, p: pb.StepPlan) -> None:
         if column is not m.EMPTY_U32 and len(column):
             setattr(p, name, pack_u32(column))
     for a in plan.admit:
-        added = p.admit.add()
-        added.row = a.row
-        added.admission_id = a.admission_id
-        added.tokens = pack_u32(a.tokens)
-        added.length = a.length
-        added.prompt_len = a.prompt_len
-        added.computed_len = a.computed_len
-        added.blocks = pack_u32(a.blocks)
+        added = p.admit.add(
+            row=a.row,
+            admission_id=a.admission_id,
+            tokens=pack_u32(a.tokens),
+            length=a.length,
+            prompt_len=a.prompt_len,
+            computed_len=a.computed_len,
+            blocks=pack_u32(a.blocks),
+        )
         encode_sampling(a.sampling, added.sampling)
     for f in plan.fork:
         p.fork.add(source_row=f.source_row, row=f.row, admission_id=f.admission_id, length=f.length, seed=f.seed)

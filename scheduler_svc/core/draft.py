@@ -23,14 +23,10 @@ def _columns(entries: Collection[tuple[int, ...]], width: int) -> tuple[U32, ...
     return tuple(columns)
 
 
-def sampling_bytes(sampling: Sampling) -> int:
-    """An upper bound of what the sampling parameters take on the wire."""
-    columns = 4 * len(sampling.stop_ids) + 8 * len(sampling.bias) + 4 * len(sampling.allowed_ids)
-    return _FIXED_BYTES + columns + 4 * len(sampling.grammar)
-
-
 def admit_bytes(num_tokens: int, num_blocks: int, sampling: Sampling) -> int:
-    return 4 * min(num_tokens, MAX_EXTEND_TOKENS) + 4 * num_blocks + sampling_bytes(sampling)
+    """An upper bound of what an Admit takes on the wire."""
+    columns = len(sampling.stop_ids) + 2 * len(sampling.bias) + len(sampling.allowed_ids) + len(sampling.grammar)
+    return _FIXED_BYTES + 4 * (min(num_tokens, MAX_EXTEND_TOKENS) + num_blocks + columns)
 
 
 def extend_bytes(num_tokens: int) -> int:
@@ -68,21 +64,21 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        work = len(self.decode) or self.prefills or self.grants is not None or self.admits or self.extends
+        work = len(self.decode.index) or self.prefills or self.grants is not None or self.admits or self.extends
         return not work and not self.executor.releases
 
     def finish(self, now_ns: int, trace_context: bytes, waiting: int) -> StepRecord:
         """Makes the plan, books it as in flight and returns its record."""
-        executor, decode = self.executor, self.decode
+        executor, decode, num_decodes = self.executor, self.decode, len(self.decode.index)
         grant_rows, grant_indices, grant_blocks = self.grants or (EMPTY_U32, EMPTY_U32, EMPTY_U32)
         copy_sources, copy_targets = _columns(self.copies, 2)
         prefill_rows, prefill_starts, prefill_counts = _columns(sorted(self.prefills), 3)
-        raw_logits_rows, raw_logits_positions = _columns(sorted(self.raw), 2)
+        raw_logits_rows, raw_logits_positions = _columns(sorted(self.raw), 2) if self.raw else (EMPTY_U32, EMPTY_U32)
         plan = StepPlan(
             epoch=executor.epoch,
             step_id=self.step_id,
             sent_ns=now_ns,
-            num_tokens=self.prefill_tokens + len(decode),
+            num_tokens=self.prefill_tokens + num_decodes,
             trace_context=trace_context,
             release=u32(executor.releases) if executor.releases else EMPTY_U32,
             admit=tuple(self.admits),
@@ -105,7 +101,7 @@ class Draft:
         )
         prefill_keys = executor.no_rows.keys
         if self.prefills:
-            prefill_keys = executor.rows.keys[prefill_rows]
+            prefill_keys = executor.rows.keys.take(prefill_rows)
             prefill_keys.setflags(write=False)
         record = StepRecord(
             executor_id=executor.id,
@@ -113,7 +109,7 @@ class Draft:
             planned_ns=now_ns,
             decode_keys=decode.keys,
             prefill_keys=prefill_keys,
-            decode_tokens=len(decode),
+            decode_tokens=num_decodes,
             prefill_tokens=self.prefill_tokens,
             running=executor.num_running,
             waiting=waiting,

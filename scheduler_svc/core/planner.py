@@ -48,7 +48,7 @@ class Planner:
         draft = Draft.of(executor)
         self.turns.make_room(executor, self.preempt)
         self._decodes(draft)
-        if num_decodes := len(draft.decode):
+        if num_decodes := len(draft.decode.index):
             if executor.itl is not None:
                 draft.tokens = min(draft.tokens, executor.itl.budget)
             elif executor.share is not None:
@@ -68,7 +68,7 @@ class Planner:
         end, that is the set of the step before, and no row is looked at."""
         executor, rows = draft.executor, draft.executor.rows
         ready = executor.decoding()
-        if not len(ready):
+        if not len(ready.index):
             return
         quiet = executor.quiet_steps > 0
         if not quiet:
@@ -79,7 +79,7 @@ class Planner:
         rows.left -= ready.advance
         rows.last_step[ready.index] = draft.step_id
         draft.decode = ready
-        draft.tokens -= len(ready)
+        draft.tokens -= len(ready.index)
         if quiet:
             executor.quiet_steps -= 1
         else:
@@ -257,7 +257,7 @@ class Planner:
         if not self._can_admit(executor):
             return
         parked = executor.first_parked_rank()
-        while draft.tokens > 0 and self._can_admit(executor):
+        while draft.tokens > 0 and executor.num_running < executor.max_num_seqs and executor.free_rows:
             sequence = self.turns.next(executor)
             if sequence is None or (parked is not None and self.turns.comes_after(sequence, parked)):
                 return

@@ -52,7 +52,8 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
             tokens.setflags(write=False)
     sampled.append(tokens)
     reasons, ended = _endings(executor, sampled, tokens, is_eos, flight.has_last_token)
-    return Collected(flight, sampled, tokens, reasons, ended, tuple(e for e in errors if rows.accept[e.row]))
+    errors = tuple(e for e in errors if rows.accept[e.row]) if errors else ()
+    return Collected(flight, sampled, tokens, reasons, ended, errors)
 
 
 def _row_errors(executor: ExecutorState, result: StepResult, step_id: int) -> tuple[RowError, ...]:

@@ -26,16 +26,18 @@ class Turns:
         long prompts are in prefill as may be, shorter ones pass those that wait; as soon as one is done the first in
         the queue is first again, long or not."""
         limit, long_limit = self._config.max_partial_prefills, self._config.max_long_partial_prefills
-        if (limit and len(executor.prefilling) >= limit) or on_trial(executor):
+        if (limit and len(executor.prefilling) >= limit) or (executor.trial is not None and on_trial(executor)):
             return None
-        seqs = executor.rows.seqs
-        full = bool(long_limit) and long_limit <= sum(
-            self._queue.is_long(sequence) for row in executor.prefilling if (sequence := seqs[row]) is not None
-        )
+        full = bool(long_limit) and long_limit <= self._num_long(executor)
         sequence = self._queue.peek(usual_only=full)
         if sequence is not None and sequence.is_suspect and not may_be_tried(executor):
             return None
         return sequence
+
+    def _num_long(self, executor: ExecutorState) -> int:
+        """Long prompts in prefill."""
+        found = (executor.rows.seqs[row] for row in executor.prefilling)
+        return sum(sequence is not None and self._queue.is_long(sequence) for sequence in found)
 
     def comes_after(self, sequence: Sequence, parked: int) -> bool:
         """Who was preempted (`parked`: its rank) and still waits for results comes back first."""

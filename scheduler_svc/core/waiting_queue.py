@@ -27,14 +27,16 @@ class Lane:
         heapq.heappush(self._heap, (rank, sequence.ticket, sequence))
         self._waiting += 1
 
-    def remove(self) -> None:
-        """A sequence of this lane lost its ticket."""
+    def remove(self) -> int:
+        """A sequence of this lane lost its ticket. Returns how many wait now."""
         self._waiting -= 1
-        if len(self._heap) > _MIN_STALE and self._waiting * 2 < len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
-            heapq.heapify(self._heap)
-        while self._heap and self._heap[0][2].ticket != self._heap[0][1]:
-            heapq.heappop(self._heap)
+        heap = self._heap
+        if len(heap) > _MIN_STALE and self._waiting * 2 < len(heap):
+            heap = self._heap = [entry for entry in heap if entry[2].ticket == entry[1]]
+            heapq.heapify(heap)
+        while heap and heap[0][2].ticket != heap[0][1]:
+            heapq.heappop(heap)
+        return self._waiting
 
 
 class Lanes:
@@ -56,8 +58,7 @@ class Lanes:
 
     def remove(self, lane_id: int) -> None:
         lane = self._lanes[lane_id]
-        lane.remove()
-        if not len(lane):
+        if not lane.remove():
             del self._lanes[lane_id]
             if len(self._order) > _MIN_STALE and len(self._lanes) * 2 < len(self._order):
                 self._order = [entry for entry in self._order if len(entry[3])]
@@ -151,8 +152,8 @@ class WaitingQueue:
             return
         lane = self._policy.lane(sequence.tenant)
         self._side(sequence).remove(lane)
-        self._in_lane[lane] -= 1
-        if not self._in_lane[lane]:
+        left = self._in_lane[lane] = self._in_lane[lane] - 1
+        if not left:
             del self._in_lane[lane]
             self._policy.left(lane)
 
@@ -161,7 +162,8 @@ class WaitingQueue:
 
     def _goes_first(self, sequence: Sequence) -> bool:
         """Does not change while the sequence waits."""
-        return sequence.is_suspect or (self._policy.returns_first and sequence.was_admitted)
+        is_suspect = sequence.deaths > 0 and sequence.is_suspect
+        return is_suspect or (self._policy.returns_first and sequence.was_admitted)
 
     def _side(self, sequence: Sequence) -> Lanes:
         return self._long if self.is_long(sequence) else self._usual
