@@ -80,6 +80,12 @@ inline void tiles_end() { _tile_release(); }
     asm volatile("" ::: "memory");   \
     _tile_loadd(t, from, stride);    \
   } while (0)
+// The same past the nearest cache, which keeps what it holds.
+#define TILE_LOAD_PASSING(t, from, stride) \
+  do {                                     \
+    asm volatile("" ::: "memory");         \
+    _tile_stream_loadd(t, from, stride);   \
+  } while (0)
 #define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 constexpr bool kHasTiles = true;
@@ -119,6 +125,7 @@ inline void tile_dot(int c, int a, int b) {
 
 #define TILE_ZERO(t) memset(&registers[t], 0, sizeof(Tile))
 #define TILE_LOAD(t, from, stride) tile_load(t, from, stride)
+#define TILE_LOAD_PASSING(t, from, stride) tile_load(t, from, stride)
 #define TILE_STORE(t, to, stride) tile_store(t, to, stride)
 #define TILE_DOT(c, a, b) tile_dot(c, a, b)
 constexpr bool kHasTiles = false;

@@ -136,7 +136,8 @@ inline const uint8_t* as_tiles(const uint8_t* piece, uint8_t* space) {
 
 // out[32][32] float = 16 or 32 rows of x, times one panel. `stride`: bytes between rows of x. Each row is summed over the
 // depth in the same order, however many there are. `meanwhile`: called for each piece, while tiles are multiplied.
-template <Format format, bool wide, typename Meanwhile>
+// passing: whether the panel, not x, is what shall stay in the nearest cache, for it is multiplied again first.
+template <Format format, bool wide, bool passing, typename Meanwhile>
 void multiply_block(const bf16* x, size_t stride, const uint8_t* panel, int pieces, float* out,
                     const Meanwhile& meanwhile) {
   alignas(64) uint8_t space[2][2 * kTileBytes];
@@ -151,15 +152,24 @@ void multiply_block(const bf16* x, size_t stride, const uint8_t* panel, int piec
   for (int k = 0; k < pieces; ++k) {
     // The next piece is widened while this one is multiplied.
     const uint8_t* following = tiles;
-    prefetch<format>(panel + k * kPieceBytes[format]);
+    if constexpr (!passing) prefetch<format>(panel + k * kPieceBytes[format]);
     if (k + 1 < pieces) following = as_tiles<format>(panel + (k + 1) * kPieceBytes[format], space[(k + 1) & 1]);
-    TILE_LOAD(4, rows + 64 * k, stride);
+    if constexpr (passing) {
+      TILE_LOAD_PASSING(4, rows + 64 * k, stride);
+    } else {
+      TILE_LOAD(4, rows + 64 * k, stride);
+    }
     TILE_LOAD(6, tiles, 64);
     TILE_LOAD(7, tiles + kTileBytes, 64);
     TILE_DOT(0, 4, 6);
     TILE_DOT(1, 4, 7);
     if constexpr (wide) {
-      TILE_LOAD(5, rows + 64 * k + kTile * stride, stride);
+      const uint8_t* second = rows + 64 * k + kTile * stride;
+      if constexpr (passing) {
+        TILE_LOAD_PASSING(5, second, stride);
+      } else {
+        TILE_LOAD(5, second, stride);
+      }
       TILE_DOT(2, 5, 6);
       TILE_DOT(3, 5, 7);
     }
@@ -337,9 +347,9 @@ void multiply_panel(const Matrix& matrix, int index, const bf16* x, const Groups
   const int pieces = matrix.num_pieces();
   const uint8_t* panel = matrix.panel(index);
   if (rows > kTile) {
-    multiply_block<format, true>(x, stride, panel, pieces, out, [] {});
+    multiply_block<format, true, false>(x, stride, panel, pieces, out, [] {});
   } else if constexpr (format == kDense) {
-    multiply_block<format, false>(x, stride, panel, pieces, out, [] {});
+    multiply_block<format, false, false>(x, stride, panel, pieces, out, [] {});
   } else {
     switch (rows) {
       case 1: multiply_few<format, 1>(groups, panel, pieces, out); break;
@@ -352,20 +362,27 @@ void multiply_panel(const Matrix& matrix, int index, const bf16* x, const Groups
   use(0, rows, out);
 }
 
-// A panel as bfloat16, made bit by bit beside other work.
+// A panel made ready bit by bit beside other work: as bfloat16, or where it is that, brought nearer.
 template <Format format>
-class Widening {
+class Preparation {
  public:
   // `panel`: null where there is nothing to do.
-  Widening(const uint8_t* panel, int pieces, uint8_t* to) : panel_(panel), to_(to), left_(panel ? 2 * pieces : 0) {}
+  Preparation(const uint8_t* panel, int pieces, uint8_t* to) : panel_(panel), to_(to), left_(panel ? 2 * pieces : 0) {}
 
   void step() {
     if (left_ == 0) return;
-    prefetch<format>(panel_);
-    widen<format>(panel_, half_, to_);
-    to_ += kTileBytes;
-    panel_ += half_ * kPieceBytes[format];
-    half_ ^= 1;
+    if constexpr (format == kDense) {
+      for (int line = 0; line < kTileBytes; line += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(panel_ + line), _MM_HINT_T1);
+      }
+      panel_ += kTileBytes;
+    } else {
+      prefetch<format>(panel_);
+      widen<format>(panel_, half_, to_);
+      to_ += kTileBytes;
+      panel_ += half_ * kPieceBytes[format];
+      half_ ^= 1;
+    }
     --left_;
   }
   void finish() {
@@ -378,10 +395,14 @@ class Widening {
   int left_, half_ = 0;
 };
 
+// A panel of bfloat16 this deep stays in the nearest cache (48 KB) while x goes by. Of a deeper one and 32 rows of x,
+// neither does.
+constexpr int kNearPieces = 20;
+
 // One panel of bfloat16 times all rows of x (readable up to a multiple of 32), `use(first_row, num_rows, out)` for each
-// 32 of them; `next` is widened meanwhile.
+// 32 of them; `next` is prepared meanwhile.
 template <Format format, typename Use>
-void multiply_rows(const uint8_t* panel, const Matrix& matrix, const bf16* x, int rows, Widening<format>& next,
+void multiply_rows(const uint8_t* panel, const Matrix& matrix, const bf16* x, int rows, Preparation<format>& next,
                    const Use& use) {
   alignas(64) float out[2 * kTile * kPanel];
   const size_t stride = sizeof(bf16) * matrix.depth;
@@ -393,10 +414,17 @@ void multiply_rows(const uint8_t* panel, const Matrix& matrix, const bf16* x, in
   for (int first = 0; first < rows; first += 2 * kTile) {
     const int left = std::min(rows - first, 2 * kTile);
     const bf16* block = x + static_cast<size_t>(first) * matrix.depth;
-    if (left <= kTile) {
-      multiply_block<kDense, false>(block, stride, panel, pieces, out, meanwhile);
+    const auto multiply = [&]<bool passing> {
+      if (left <= kTile) {
+        multiply_block<kDense, false, passing>(block, stride, panel, pieces, out, meanwhile);
+      } else {
+        multiply_block<kDense, true, passing>(block, stride, panel, pieces, out, meanwhile);
+      }
+    };
+    if (pieces <= kNearPieces) {
+      multiply.template operator()<true>();
     } else {
-      multiply_block<kDense, true>(block, stride, panel, pieces, out, meanwhile);
+      multiply.template operator()<false>();
     }
     use(first, left, out);
   }
@@ -418,22 +446,18 @@ void multiply_panels(const Matrix& matrix, const bf16* x, const Groups& groups, 
     return;
   }
   const int pieces = matrix.num_pieces();
-  const size_t size = pieces * kPieceBytes[kDense];
-  if constexpr (format == kDense) {
-    Widening<kDense> none(nullptr, 0, nullptr);
-    for (int index = take(); index >= 0; index = take()) {
-      multiply_rows(matrix.panel(index), matrix, x, rows, none, with(index));
-    }
-  } else {
-    int index = take();
-    if (index < 0) return;
-    Widening<format>(matrix.panel(index), pieces, space).finish();
-    for (int turn = 0; index >= 0; turn ^= 1) {
-      const int following = take();
-      Widening<format> next(following < 0 ? nullptr : matrix.panel(following), pieces, space + (turn ^ 1) * size);
-      multiply_rows(space + turn * size, matrix, x, rows, next, with(index));
-      index = following;
-    }
+  const size_t size = format == kDense ? 0 : pieces * kPieceBytes[kDense];
+  const auto prepare = [&](int index, int turn) {
+    return Preparation<format>(index < 0 ? nullptr : matrix.panel(index), pieces, space + turn * size);
+  };
+  int index = take();
+  prepare(index, 0).finish();
+  for (int turn = 0; index >= 0; turn ^= 1) {
+    const int following = take();
+    auto next = prepare(following, turn ^ 1);
+    const uint8_t* panel = format == kDense ? matrix.panel(index) : space + turn * size;
+    multiply_rows(panel, matrix, x, rows, next, with(index));
+    index = following;
   }
 }
 
