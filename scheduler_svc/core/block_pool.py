@@ -21,9 +21,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, use_cache: bool) -> None:
         self.num_blocks = num_blocks
-        self.cache = PrefixCache() if use_cache else None
+        self.cache = PrefixCache(num_blocks) if use_cache else None
         self.num_free = num_blocks  # and holding nothing worth keeping
-        self._free: U32 = np.arange(num_blocks, dtype=np.uint32)[::-1].copy()  # a stack: its first num_free entries
+        self._free: U32 = np.arange(num_blocks, dtype=np.uint32)  # a stack: its last num_free entries, the first next
         self._users: dict[int, int] = {}  # of the blocks that have more than one
 
     @property
@@ -46,24 +46,21 @@ class BlockPool:
         assert self.can_allocate(count)
         if count > self.num_free:
             self._evict(count - self.num_free)
+        top = self.num_blocks - self.num_free
         self.num_free -= count
-        blocks: U32 = self._free[self.num_free : self.num_free + count][::-1].copy()
-        return blocks
+        return self._free[top : top + count].copy()
 
     def _evict(self, least: int) -> None:
         """Frees `least` idle cached blocks, and a few of those that are next: what an eviction costs is what it finds
         cold, and most steps that admit then have none."""
         assert self.cache is not None
         count = min(max(least, int(self.num_blocks * _EVICTED_AT_ONCE)), self.cache.num_idle)
-        self._push(np.concatenate(self.cache.evict(count))[::-1])
+        self._push(np.concatenate(self.cache.evict(count)))
 
     def share(self, blocks: list[int]) -> None:
         """One more user for each of these blocks, which have users or are idle in the prefix cache."""
-        for block in blocks:
-            if self.cache is not None and self.cache.is_idle(block):
-                self.cache.set_used(block)
-            else:
-                self._users[block] = self.num_users(block) + 1
+        for block in self.cache.use(blocks) if self.cache is not None else blocks:
+            self._users[block] = self.num_users(block) + 1
 
     def match(self, hashes: list[bytes], limit: int) -> list[int]:
         """Blocks of the longest head of hashes[:limit] that the prefix cache knows."""
@@ -74,22 +71,19 @@ class BlockPool:
         return blocks
 
     def count_idle(self, blocks: list[int]) -> int:
-        return 0 if self.cache is None else sum(map(self.cache.is_idle, blocks))
+        return sum(map(self.cache.is_idle, blocks)) if blocks and self.cache is not None else 0
 
     def free(self, table: U32, num_known: int, tail: Tail | None = None) -> None:
         """One user less for each block of a row's table (in table order). The first `num_known` may have other users
         or be registered; the others had this user alone, and `tail` begins with the first of them. Tail blocks are
         given up first, so that of a cached prefix the head lives longest."""
-        own = table[num_known:]
-        if tail is not None:
-            assert self.cache is not None
-            own = own[len(tail.blocks) :]
-            self.cache.add_tail(tail)
-        self._push(own[::-1])
-        unused: list[int] = table[:num_known][::-1].tolist()
+        unused: list[int] = table[:num_known].tolist()
         if self._users:
             unused = [block for block in unused if not self._was_shared(block)]
-        self._push(self.cache.set_idle(unused) if self.cache is not None else unused)
+        if self.cache is not None:
+            unused = self.cache.keep(unused, tail)
+        self._push(table[num_known + (len(tail.blocks) if tail is not None else 0) :])
+        self._push(unused)
 
     def _was_shared(self, block: int) -> bool:
         """Takes one of the block's users away, if it has others."""
@@ -101,10 +95,11 @@ class BlockPool:
         return count > 0
 
     def _push(self, blocks: U32 | list[int]) -> None:
-        count = len(blocks)
-        if count:
-            self._free[self.num_free : self.num_free + count] = blocks
+        """The first of them is next to be allocated."""
+        if count := len(blocks):
             self.num_free += count
+            top = self.num_blocks - self.num_free
+            self._free[top : top + count] = blocks
 
     def reset_cache(self) -> tuple[int, int]:
         """Forgets every registration. Returns how many blocks were idle, which are free now, and how many in use."""
@@ -121,5 +116,5 @@ class BlockPool:
         return sum(self.num_users(block) == count for block, count in users.items())
 
     def free_blocks(self) -> tuple[int, ...]:
-        """Next to be allocated last."""
-        return tuple(self._free[: self.num_free].tolist())
+        """Next to be allocated first."""
+        return tuple(self._free[self.num_blocks - self.num_free :].tolist())

@@ -303,7 +303,8 @@ class ExecutorState:
         if sequence.hash_block_size != self.block_size:
             sequence.hash_block_size = self.block_size
             sequence.hashes.clear()
-        extend_hashes(sequence.hashes, sequence.view(), self.block_size, sequence.salt, count)
+        if len(sequence.hashes) < count:
+            extend_hashes(sequence.hashes, sequence.view(), self.block_size, sequence.salt, count)
         return sequence.hashes
 
     def cached_tokens(self, sequence: Sequence) -> int:

@@ -67,27 +67,31 @@ class Tail:
     block_size: int
     blocks: U32
 
-    @property
-    def first(self) -> int:
-        """Its first block, the last to be evicted."""
-        return int(self.blocks[0])
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What one sequence left that nobody uses. head: registered blocks in table order; tail: what follows."""
+
+    head: list[int]
+    tail: Tail | None
 
 
 class PrefixCache:
-    """What blocks hold, by hash. Those without users wait in `idle`, least recently used first, to be found or evicted.
+    """What blocks hold, by hash. Those without users are kept to be found or evicted: least recently used first, what
+    one sequence left together, and of that the last block first.
 
     Hashing is for who may come: a prompt's blocks are registered when they are computed, since others may begin alike;
     what a sequence generated is kept as one Tail behind its prompt's last block, and hashed and registered only when
     somebody comes whose tokens go on behind that block. Most tails are evicted before, whole and at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
-        self._tails: dict[bytes, list[Tail]] = {}  # by parent
+        self._hash_of = [b""] * num_blocks  # empty: not registered
+        self._kept_in: list[Kept | None] = [None] * num_blocks  # of a registered block without users
+        self._kept: OrderedDict[Kept, None] = OrderedDict()  # least recently used first; none is empty
+        self._tails: dict[bytes, list[Kept]] = {}  # those with a tail, by its parent
         self._num_tail_blocks = 0
-        # Registered blocks and, under the number of their first block, tails.
-        self._idle: OrderedDict[int, Tail | None] = OrderedDict()
         self.num_idle = 0  # blocks
         self._spare: list[int] = []
         self.version = 0  # rises with all that can be found
@@ -97,20 +101,23 @@ class PrefixCache:
 
     def holds(self, block: int) -> bool:
         """`block` is registered."""
-        return block in self._hash_of
+        return self._hash_of[block] != b""
 
     def is_idle(self, block: int) -> bool:
         """`block` is registered and has no user."""
-        return block in self._idle and block in self._hash_of
+        return self._kept_in[block] is not None
 
     def idle_blocks(self) -> tuple[int, ...]:
         """Next to be evicted first."""
-        pieces = (tail.blocks[::-1].tolist() if tail else [block] for block, tail in self._idle.items())
-        return tuple(block for piece in pieces for block in piece)
+        blocks: list[int] = []
+        for kept in self._kept:
+            blocks += kept.tail.blocks[::-1].tolist() if kept.tail is not None else ()
+            blocks += reversed(kept.head)
+        return tuple(blocks)
 
     def tails(self) -> tuple[Tail, ...]:
         """For reading."""
-        return tuple(tail for siblings in self._tails.values() for tail in siblings)
+        return tuple(kept.tail for siblings in self._tails.values() for kept in siblings if kept.tail is not None)
 
     def match(self, hashes: list[bytes], limit: int) -> list[int]:
         """Blocks of the longest known head of hashes[:limit]. Call `take_spare` afterwards."""
@@ -134,90 +141,114 @@ class PrefixCache:
         """Digests in the order of their blocks. Passes over a block that is registered already, and over one whose
         tokens another block holds."""
         block_of, hash_of = self._block_of, self._hash_of
+        before = len(block_of)
         for digest, block in zip(digests, blocks, strict=True):
-            if digest not in block_of and block not in hash_of:
+            if digest not in block_of and not hash_of[block]:
                 block_of[digest] = block
                 hash_of[block] = digest
-                self.version += 1
-
-    def add_tail(self, tail: Tail) -> None:
-        """Its blocks lost their only user; they become the most recently used, the first of them most."""
-        self._tails.setdefault(tail.parent, []).append(tail)
-        self._idle[tail.first] = tail
-        self._num_tail_blocks += len(tail.blocks)
-        self.num_idle += len(tail.blocks)
-        self.version += 1
+        self.version += len(block_of) - before
 
     def _register_tails(self, parent: bytes) -> None:
         """They are asked for, so they become the most recently used."""
-        for tail in self._tails.pop(parent):
+        for kept in self._tails.pop(parent):
+            tail, kept.tail = kept.tail, None
+            assert tail is not None
+            if not kept.head:
+                del self._kept[kept]
             blocks: list[int] = tail.blocks.tolist()
-            del self._idle[tail.first]
             self._num_tail_blocks -= len(blocks)
             self.num_idle -= len(blocks)
             self.register(_chain(parent, tail.tokens[: len(blocks) * tail.block_size], tail.block_size), blocks)
-            self._spare += self.set_idle(blocks[::-1])
+            self._spare += self.keep(blocks)
 
     def clear(self) -> list[int]:
         """Forgets everything. Returns the blocks that were idle, which nobody has now."""
         idle = list(self.idle_blocks())
-        for kept in (self._block_of, self._hash_of, self._tails, self._idle):
-            kept.clear()
+        self._hash_of, self._kept_in = [b""] * len(self._hash_of), [None] * len(self._kept_in)
+        for known in (self._block_of, self._kept, self._tails):
+            known.clear()
         self._num_tail_blocks = self.num_idle = 0
         return idle
 
-    def set_idle(self, blocks: list[int]) -> list[int]:
-        """The blocks lost their last user. Those that are registered become the most recently used, the last one most;
-        returns the others."""
-        hash_of, idle = self._hash_of, self._idle
-        others = []
+    def keep(self, blocks: list[int], tail: Tail | None = None) -> list[int]:
+        """These blocks of a sequence, in the order of its table, and those of its tail lost their last user. Those that
+        are registered become, with the tail, the most recently used; returns the others."""
+        hash_of, kept_in = self._hash_of, self._kept_in
+        head: list[int] = []
+        kept, others = Kept(head, tail), []
         for block in blocks:
-            if block in hash_of:
-                idle[block] = None
+            if hash_of[block]:
+                kept_in[block] = kept
+                head.append(block)
             else:
                 others.append(block)
-        self.num_idle += len(blocks) - len(others)
+        self.num_idle += len(head)
+        if tail is not None:
+            self._tails.setdefault(tail.parent, []).append(kept)
+            self._num_tail_blocks += len(tail.blocks)
+            self.num_idle += len(tail.blocks)
+            self.version += 1
+        if head or tail is not None:
+            self._kept[kept] = None
         return others
 
-    def set_used(self, block: int) -> None:
-        """The registered `block` was idle."""
-        del self._idle[block]
-        self.num_idle -= 1
+    def use(self, blocks: list[int]) -> list[int]:
+        """Those of the blocks that were idle are not any more; returns the others."""
+        kept_in = self._kept_in
+        found: dict[Kept, None] = {}
+        others = []
+        for block in blocks:
+            if (kept := kept_in[block]) is None:
+                others.append(block)
+            else:
+                found[kept] = kept_in[block] = None
+        for kept in found:
+            kept.head = [block for block in kept.head if kept_in[block] is kept]
+            if not kept.head and kept.tail is None:
+                del self._kept[kept]
+        self.num_idle -= len(blocks) - len(others)
+        return others
 
     def evict(self, count: int) -> list[U32]:
         """Forgets the `count` least recently used idle blocks and returns them, in pieces. There must be so many."""
         self.num_idle -= count
-        pieces: list[U32] = []
-        single: list[int] = []
-        while count:
-            block, tail = next(iter(self._idle.items()))
-            if tail is not None and len(tail.blocks) > count:
-                pieces.append(self._cut(tail, count))
-                break
-            del self._idle[block]
-            if tail is None:
-                del self._block_of[self._hash_of.pop(block)]
-                single.append(block)
-                count -= 1
-            else:
-                pieces.append(self._drop(tail))
-                count -= len(tail.blocks)
-        if single:
-            pieces.append(np.array(single, dtype=np.uint32))
-        return pieces
-
-    def _cut(self, tail: Tail, count: int) -> U32:
-        """Takes `count` blocks off the end of a tail that has more; what is left of it stays next."""
-        cut = tail.blocks[-count:][::-1]
-        tail.blocks = tail.blocks[:-count]
         self._num_tail_blocks -= count
-        return cut
+        tails: list[U32] = []
+        heads: list[int] = []
+        while count:
+            kept, _ = self._kept.popitem(last=False)
+            if (tail := kept.tail) is not None:
+                if len(tail.blocks) > count:
+                    tails.append(tail.blocks[-count:])
+                    tail.blocks = tail.blocks[:-count]
+                    self._put_back(kept)
+                    break
+                self._drop_tail(kept, tail)
+                tails.append(tail.blocks)
+                count -= len(tail.blocks)
+            if len(kept.head) > count:
+                left = len(kept.head) - count
+                heads += kept.head[left:]
+                del kept.head[left:]
+                self._put_back(kept)
+                break
+            heads += kept.head
+            count -= len(kept.head)
+        self._num_tail_blocks += len(heads)
+        block_of, hash_of, kept_in = self._block_of, self._hash_of, self._kept_in
+        for block in heads:
+            del block_of[hash_of[block]]
+            hash_of[block], kept_in[block] = b"", None
+        return [*tails, np.array(heads, dtype=np.uint32)]
 
-    def _drop(self, tail: Tail) -> U32:
-        """Forgets a tail. Returns its blocks, from the end on."""
-        self._num_tail_blocks -= len(tail.blocks)
+    def _put_back(self, kept: Kept) -> None:
+        self._kept[kept] = None
+        self._kept.move_to_end(kept, last=False)
+
+    def _drop_tail(self, kept: Kept, tail: Tail) -> None:
         siblings = self._tails[tail.parent]
-        siblings.remove(tail)
-        if not siblings:
+        if len(siblings) > 1:
+            siblings.remove(kept)
+        else:
             del self._tails[tail.parent]
-        return tail.blocks[::-1]
+        kept.tail = None

@@ -14,8 +14,10 @@ def _hashes(tokens: list[int], block_size: int = 4, salt: bytes = b"", count: in
     return hashes
 
 
-def _evict(cache: PrefixCache, count: int) -> list[int]:
-    return [block for piece in cache.evict(count) for block in piece.tolist()]
+def _evict(cache: PrefixCache, count: int) -> set[int]:
+    evicted = [block for piece in cache.evict(count) for block in piece.tolist()]
+    assert len(set(evicted)) == len(evicted) == count
+    return set(evicted)
 
 
 def test_a_hash_covers_tokens_parents_and_salt() -> None:
@@ -37,14 +39,14 @@ def test_the_chain_grows_in_place() -> None:
 
 
 def test_only_full_blocks_in_a_row_match() -> None:
-    cache, hashes = PrefixCache(), _hashes(list(range(16)))
+    cache, hashes = PrefixCache(16), _hashes(list(range(16)))
     cache.register([hashes[0], hashes[1], hashes[3]], [10, 11, 13])
     assert cache.match(hashes, 4) == [10, 11]
     assert cache.match(hashes, 1) == [10]
 
 
 def test_the_first_block_with_some_tokens_is_kept() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(16)
     version = cache.version
     cache.register([b"a", b"a", b"b"], [1, 2, 1])
     assert cache.version == version + 1 and len(cache) == 1
@@ -52,12 +54,13 @@ def test_the_first_block_with_some_tokens_is_kept() -> None:
 
 
 def test_least_recently_used_goes_first() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(16)
     cache.register([b"a", b"b", b"c"], [1, 2, 3])
-    assert cache.set_idle([1, 2, 7, 3]) == [7], "what is not registered is nothing to keep"
-    cache.set_used(1)
-    assert cache.set_idle([1]) == []
-    assert _evict(cache, 1) == [2] and _evict(cache, 2) == [3, 1]
+    assert cache.keep([2]) == [] and cache.keep([1, 7]) == [7], "what is not registered is nothing to keep"
+    assert cache.keep([3]) == []
+    assert cache.use([1, 4]) == [4], "who was not idle was in use"
+    assert cache.keep([1]) == []
+    assert _evict(cache, 1) == {2} and _evict(cache, 1) == {3} and _evict(cache, 1) == {1}
     assert len(cache) == 0 and cache.match([b"a"], 1) == []
 
 
@@ -89,10 +92,9 @@ CHAIN = _hashes(TOKENS)  # six blocks of four: two of a prompt, four of an answe
 
 def _with_tail(*blocks: int) -> PrefixCache:
     """Blocks 1 and 2 hold the prompt, `blocks` the answer; all idle."""
-    cache = PrefixCache()
+    cache = PrefixCache(16)
     cache.register(CHAIN[:2], [1, 2])
-    cache.add_tail(Tail(CHAIN[1], u32(TOKENS[8:]), 4, u32(blocks)))
-    cache.set_idle([2, 1])
+    cache.keep([1, 2], Tail(CHAIN[1], u32(TOKENS[8:]), 4, u32(blocks)))
     return cache
 
 
@@ -115,19 +117,32 @@ def test_who_goes_on_otherwise_finds_the_common_head() -> None:
 def test_a_tail_is_evicted_from_its_end_and_the_rest_is_still_found() -> None:
     cache = _with_tail(3, 4, 5, 6)
     assert cache.idle_blocks() == (6, 5, 4, 3, 2, 1)
-    assert _evict(cache, 2) == [6, 5] and cache.num_idle == len(cache) == 4
+    assert _evict(cache, 2) == {6, 5} and cache.num_idle == len(cache) == 4
     assert cache.match(CHAIN, 6) == [1, 2, 3, 4]
+
+
+def test_a_head_that_is_asked_for_leaves_its_tail_where_it_was() -> None:
+    cache = _with_tail(3, 4)
+    cache.register([b"x"], [9])
+    cache.keep([9])
+    assert cache.use(cache.match(CHAIN, 2)) == []
+    assert cache.idle_blocks() == (4, 3, 9) and not cache.is_idle(1) and cache.holds(1)
+    assert cache.match(CHAIN, 6) == [1, 2, 3, 4] and cache.idle_blocks() == (9, 4, 3)
+    cache.keep([1])
+    assert cache.idle_blocks() == (9, 4, 3, 1) and cache.num_idle == 4
+    assert _evict(cache, 2) == {9, 4} and cache.match(CHAIN, 6) == [1, 2, 3]
 
 
 def test_an_evicted_tail_leaves_nothing_behind() -> None:
     cache = _with_tail(3, 4)
-    assert _evict(cache, 3) == [4, 3, 2] and not cache.tails()
+    assert _evict(cache, 2) == {4, 3} and not cache.tails() and cache.idle_blocks() == (2, 1)
+    assert _evict(cache, 1) == {2} and not cache.holds(2)
     assert cache.num_idle == len(cache) == 1 and cache.idle_blocks() == (1,)
 
 
 def test_of_equal_tails_one_is_kept() -> None:
     cache = _with_tail(3, 4)
-    cache.add_tail(Tail(CHAIN[1], u32(TOKENS[8:]), 4, u32([7, 8, 9])))
+    cache.keep([], Tail(CHAIN[1], u32(TOKENS[8:]), 4, u32([7, 8, 9])))
     assert cache.match(CHAIN, 6) == [1, 2, 3, 4, 9]
     assert sorted(cache.take_spare()) == [7, 8] and cache.num_idle == len(cache) == 5
 
