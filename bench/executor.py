@@ -4,9 +4,9 @@
     python -m bench.executor --weights auto,dense,torch   several executors beside each other
     python -m bench.executor --case decode-8 --json       last line is one object: conditions, results
 
-Cases: decode-N, N rows of 128 tokens each decode one token; prefill-N, a prompt of N tokens is computed; mixed-D-N, D
-rows decode beside N tokens of a prompt, from its token 1024 on. Weights: auto
-(as the file has them), dense (bfloat16), int8, int4: the CPU kernels; torch: the same model in torch's own operations.
+Cases: decode-N or decode-N-L, N rows of L tokens each (128) decode one token; prefill-N, a prompt of N tokens is
+computed; mixed-D-N, D rows decode beside N tokens of a prompt, from its token 1024 on; serve-D-N-L, D rows of L tokens
+decode beside a whole prompt of N tokens. Weights: auto (as the file has them), dense (bfloat16), int8, int4: the CPU kernels; torch: the same model in torch's own operations.
 Executors and cases take turns, so that a disturbance of the machine hits all of them. Start-up is not in the numbers.
 
 Beside them stands what the machine gave in the same minutes, bytes read from memory and bfloat16 products per second,
@@ -118,12 +118,16 @@ def weight_bytes(model: Model) -> int:
     return model.weights.num_bytes
 
 
-def begin_decoding(executor: Executor, count: int) -> None:
+def blocks_of(context: int) -> int:
+    return (context + STEPS) // BLOCK_SIZE + 1
+
+
+def begin_decoding(executor: Executor, count: int, context: int) -> None:
     """Rows 0 to count - 1 have their context."""
-    blocks = (CONTEXT + STEPS) // BLOCK_SIZE + 1
     for row in range(count):
-        admit = executor.admit(row, CONTEXT, blocks)
-        executor.step(admit=(admit,), num_tokens=CONTEXT, **piece_of(row, 0, CONTEXT))
+        admit = executor.admit(row, context, blocks_of(context))
+        executor.step(admit=(admit,), num_tokens=context, **piece_of(row, 0, context))
+    take_ticks(executor, {})
 
 
 def piece_of(row: int, start: int, count: int) -> dict[str, Any]:
@@ -131,9 +135,9 @@ def piece_of(row: int, start: int, count: int) -> dict[str, Any]:
 
 
 def run_mixed(executor: Executor, decodes: int, chunk: int, samples: Samples) -> None:
-    begin_decoding(executor, decodes)
+    begin_decoding(executor, decodes, CONTEXT)
     row, total = decodes, MIXED_START + MIXED_STEPS * chunk
-    first = decodes * ((CONTEXT + STEPS) // BLOCK_SIZE + 1)
+    first = decodes * blocks_of(CONTEXT)
     table = u32(range(first, first + total // BLOCK_SIZE + 1))
     executor.step(
         admit=(replace(executor.admit(row, total, 1), blocks=table),), **piece_of(row, 0, 512), num_tokens=512
@@ -145,6 +149,18 @@ def run_mixed(executor: Executor, decodes: int, chunk: int, samples: Samples) ->
         samples.add(*executor.step(decode_rows=u32(range(decodes)), num_tokens=decodes + chunk, **work))
 
 
+def run_served(executor: Executor, decodes: int, prompt: int, context: int, samples: Samples) -> None:
+    begin_decoding(executor, decodes, context)
+    first = decodes * blocks_of(context)
+    table, release = u32(range(first, first + prompt // BLOCK_SIZE + 1)), u32([])
+    for _ in range(STEPS):
+        admit = (replace(executor.admit(decodes, prompt, 1), blocks=table),)
+        work = piece_of(decodes, 0, prompt)
+        rows = u32(range(decodes))
+        samples.add(*executor.step(release=release, admit=admit, decode_rows=rows, num_tokens=decodes + prompt, **work))
+        release = u32([decodes])
+
+
 def run_turn(executor: Executor, case: str, samples: Samples) -> None:
     kind, *sizes = case.split("-")
     count = int(sizes[0])
@@ -152,9 +168,10 @@ def run_turn(executor: Executor, case: str, samples: Samples) -> None:
     take_ticks(executor, {})
     if kind == "mixed":
         run_mixed(executor, count, int(sizes[1]), samples)
+    elif kind == "serve":
+        run_served(executor, count, int(sizes[1]), int(sizes[2]), samples)
     elif kind == "decode":
-        begin_decoding(executor, count)
-        take_ticks(executor, {})
+        begin_decoding(executor, count, int(sizes[1]) if len(sizes) > 1 else CONTEXT)
         for _ in range(STEPS):
             samples.add(*executor.step(decode_rows=u32(range(count)), num_tokens=count))
     else:
@@ -173,14 +190,15 @@ def take_ticks(executor: Executor, into: dict[str, int]) -> None:
 
 def summarise(executor: Executor, case: str, samples: Samples, ticks_per_ns: float) -> dict[str, Any]:
     kind, *sizes = case.split("-")
-    rows, config = sum(int(size) for size in sizes), executor.model.config
+    # What is left is the length of the rows that decode.
+    rows, config = sum(int(size) for size in sizes[: {"mixed": 2, "serve": 2}.get(kind, 1)]), executor.model.config
     step = np.percentile(samples.step, (50, 95, 99)) / 1e6
     device, prepare = float(np.median(samples.device)) / 1e6, float(np.median(samples.prepare)) / 1e6
     parts = {part: ticks / ticks_per_ns / len(samples.step) / 1e6 for part, ticks in samples.ticks.items()}
     if parts:
         mean = float(np.mean(samples.device)) / 1e6
         parts["other device work"] = mean - sum(parts.values())
-    tokens = {"prefill": 1, "decode": rows, "mixed": int(sizes[0])}[kind]  # whose logits are made
+    tokens = {"prefill": 1, "decode": rows, "mixed": int(sizes[0]), "serve": int(sizes[0]) + 1}[kind]  # that have logits
     head = config.vocab_size * config.hidden_size
     flops = 2.0 * (rows * (config.num_parameters - head) + tokens * head)
     return {

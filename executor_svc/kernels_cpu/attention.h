@@ -128,7 +128,11 @@ class Attention {
       const int64_t first = std::max(at, begin);
       const int pieces = static_cast<int>((std::min(at + kKeys, end) - first + 2 * kTile - 1) / (2 * kTile) * 2);
       score(span, kv_head, first, pieces, keys, space);
-      for (int c = 0; c < columns; ++c) weigh(c, first, pieces, from[c], to[c], first > begin, most[c], totals[c], space);
+      float before[kTile];
+      memcpy(before, most, sizeof(before));
+      // All first: the next steps of one column would fill the processor's window while its maximum is found.
+      for (int c = 0; c < columns; ++c) most[c] = greatest(c, first, pieces, from[c], to[c], most[c], space);
+      for (int c = 0; c < columns; ++c) weigh(c, pieces, first > begin, before[c], most[c], totals[c], space);
       mix(span, kv_head, first, pieces, first > begin, values, space);
     }
     for (int c = 0; c < columns; ++c) {
@@ -174,10 +178,8 @@ class Attention {
     }
   }
 
-  // One query's scores become weights; what it summed so far, if anything, shrinks to the new maximum.
-  void weigh(int c, int64_t first, int pieces, int64_t from, int64_t to, bool goes_on, float& most, __m512& total,
-             AttentionSpace& space) const {
-    __m512 best = _mm512_set1_ps(most);
+  // Of one query's scores and of those before, `most`. Scores of positions outside [from, to) are hidden on the way.
+  float greatest(int c, int64_t first, int pieces, int64_t from, int64_t to, float most, AttentionSpace& space) const {
     if (from > first || to < first + pieces * kTile) {
       const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
       const auto within = [&](int64_t position, int piece) {
@@ -191,9 +193,13 @@ class Attention {
         _mm512_store_ps(scores, _mm512_mask_blend_ps(seen, _mm512_set1_ps(kHidden), _mm512_load_ps(scores)));
       }
     }
+    __m512 best = _mm512_set1_ps(most);
     for (int piece = 0; piece < pieces; ++piece) best = _mm512_max_ps(best, _mm512_load_ps(space.scores[piece][c]));
-    const float before = most;
-    most = _mm512_reduce_max_ps(best);
+    return _mm512_reduce_max_ps(best);
+  }
+
+  // One query's scores become weights; what it summed so far, if anything, shrinks from the maximum before to this one.
+  void weigh(int c, int pieces, bool goes_on, float before, float most, __m512& total, AttentionSpace& space) const {
     const __m512 scale = _mm512_set1_ps(scale_), offset = _mm512_set1_ps(most * scale_);
     __m512 sum = _mm512_setzero_ps();
     for (int piece = 0; piece < pieces; ++piece) {
