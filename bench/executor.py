@@ -6,7 +6,8 @@
 
 Cases: decode-N or decode-N-L, N rows of L tokens each (128) decode one token; prefill-N, a prompt of N tokens is
 computed; mixed-D-N, D rows decode beside N tokens of a prompt, from its token 1024 on; serve-D-N-L, D rows of L tokens
-decode beside a whole prompt of N tokens. Weights: auto (as the file has them), dense (bfloat16), int8, int4: the CPU kernels; torch: the same model in torch's own operations.
+decode beside a whole prompt of N tokens. Weights: auto (as the file has them), dense (bfloat16), int8, int4: the CPU
+kernels; torch: the same model in torch's own operations.
 Executors and cases take turns, so that a disturbance of the machine hits all of them. Start-up is not in the numbers.
 
 Beside them stands what the machine gave in the same minutes, bytes read from memory and bfloat16 products per second,
@@ -198,7 +199,7 @@ def summarise(executor: Executor, case: str, samples: Samples, ticks_per_ns: flo
     if parts:
         mean = float(np.mean(samples.device)) / 1e6
         parts["other device work"] = mean - sum(parts.values())
-    tokens = {"prefill": 1, "decode": rows, "mixed": int(sizes[0]), "serve": int(sizes[0]) + 1}[kind]  # that have logits
+    tokens = {"prefill": 1, "decode": rows, "mixed": int(sizes[0]), "serve": int(sizes[0]) + 1}[kind]  # with logits
     head = config.vocab_size * config.hidden_size
     flops = 2.0 * (rows * (config.num_parameters - head) + tokens * head)
     return {
