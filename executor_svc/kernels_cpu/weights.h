@@ -55,34 +55,45 @@ inline __m512i round_pairs(__m512 even, __m512 odd) {
   return _mm512_mask_blend_epi16(0xaaaaaaaa, low, high);
 }
 
-// The weights of 16 columns of one piece as a tile of bfloat16. half: 0 or 1.
+// A number of `bits` bits where the last of them is 2^at of a float's fraction, as 2^(23 - at) + number: cut out and made
+// a float in one step.
+template <int bits, int at>
+inline __m512 number_at(__m512i word) {
+  static_assert(at + bits <= 23);
+  const __m512i cut = _mm512_set1_epi32(((1 << bits) - 1) << at);
+  const __m512i base = _mm512_set1_epi32((127 + 23 - at) << 23);
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(word, cut, base, 0xea));  // (word & cut) | base
+}
+
+// The weights of 16 columns of one piece as a tile of bfloat16. half: 0 or 1. What number_at() adds is taken from the least
+// weight, which is exact: scales are of 11 bits.
 template <Format format>
 inline void widen(const uint8_t* piece, int half, uint8_t* tile) {
+  const auto [scale, least] = scales_of<format>(piece, half);
+  const auto without = [&](float base) { return _mm512_fnmadd_ps(_mm512_set1_ps(base), scale, least); };
   if constexpr (format == kInt8) {
-    const auto [scale, least] = scales_of<format>(piece, half);
-    const __m512i low_byte = _mm512_set1_epi32(255);
+    const __m512 least8 = without(1 << 15);
+    const auto weight = [&](__m512i word) { return _mm512_fmadd_ps(number_at<8, 8>(word), scale, least8); };
     for (int i = 0; i < kTile / 2; ++i) {
       const __m512i four = _mm512_loadu_si512(piece + 512 * half + 64 * i);
-      const auto number = [&](int at) {
-        const __m512i alone = _mm512_and_si512(_mm512_srli_epi32(four, 8 * at), low_byte);
-        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(alone), scale, least);
-      };
-      _mm512_store_si512(tile + 128 * i, round_pairs(number(0), number(1)));
-      _mm512_store_si512(tile + 128 * i + 64, round_pairs(number(2), number(3)));
+      const __m512 first = weight(_mm512_slli_epi32(four, 8)), second = weight(four);
+      const __m512 third = weight(_mm512_srli_epi32(four, 8)), fourth = weight(_mm512_srli_epi32(four, 16));
+      _mm512_store_si512(tile + 128 * i, round_pairs(first, second));
+      _mm512_store_si512(tile + 128 * i + 64, round_pairs(third, fourth));
     }
   }
   if constexpr (format == kInt4) {
-    const __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const auto [scale, least] = scales_of<format>(piece, half);
+    const __m512 least8 = without(1 << 15), least12 = without(1 << 11), least16 = without(1 << 7);
+    const auto at8 = [&](__m512i word) { return _mm512_fmadd_ps(number_at<4, 8>(word), scale, least8); };
+    const auto at12 = [&](__m512i word) { return _mm512_fmadd_ps(number_at<4, 12>(word), scale, least12); };
+    const auto at16 = [&](__m512i word) { return _mm512_fmadd_ps(number_at<4, 16>(word), scale, least16); };
     for (int i = 0; i < kTile / 4; ++i) {
       const __m512i eight = _mm512_loadu_si512(piece + 256 * half + 64 * i);
-      // The permutation looks at the low four bits of its index alone.
-      const auto number = [&](int shift) {
-        return _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(eight, shift), numbers), scale, least);
-      };
-      for (int pair = 0; pair < 4; ++pair) {
-        _mm512_store_si512(tile + 256 * i + 64 * pair, round_pairs(number(4 * pair), number(16 + 4 * pair)));
-      }
+      const __m512i low = _mm512_slli_epi32(eight, 12), high = _mm512_srli_epi32(eight, 12);
+      _mm512_store_si512(tile + 256 * i, round_pairs(at12(low), at16(eight)));
+      _mm512_store_si512(tile + 256 * i + 64, round_pairs(at16(low), at8(high)));
+      _mm512_store_si512(tile + 256 * i + 128, round_pairs(at8(eight), at12(high)));
+      _mm512_store_si512(tile + 256 * i + 192, round_pairs(at12(eight), at16(high)));
     }
   }
 }
