@@ -3,7 +3,8 @@
 from operator import attrgetter
 
 from common import messages as m
-from common.wire_columns import check_lengths, pack_bitmap, pack_f32, pack_u32, unpack_bitmap, unpack_f32, unpack_u32
+from common.bitmaps import pack_bitmap, unpack_bitmap
+from common.wire_columns import check_lengths, pack_f32, pack_u32, unpack_f32, unpack_u32
 from stepwire.executor.v1 import executor_pb2 as pb
 
 _PLAIN = (

@@ -3,14 +3,13 @@
 from operator import attrgetter
 
 from common import messages as m
+from common.bitmaps import pack_bitmap, unpack_bitmap
 from common.errors import ProtocolError
 from common.wire_columns import (
     check_lengths,
     enum_of,
-    pack_bitmap,
     pack_f32,
     pack_u32,
-    unpack_bitmap,
     unpack_f32,
     unpack_u32,
 )

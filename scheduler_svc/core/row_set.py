@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from common.bitmaps import column_of
 from common.messages import U32
 from scheduler_svc.core.rows import I64, Bools, Rows
 from scheduler_svc.messages import WORKER_SHIFT
@@ -51,12 +52,10 @@ class RowSet:
     def where(cls, rows: Rows, mask: Bools) -> "RowSet":
         """The rows for which `mask`, handed over, is true."""
         index = mask.nonzero()[0]
-        column: U32 = index.astype(np.uint32)
         advance: I64 = mask.astype(np.int64)
         keys = rows.keys.take(index)
-        for handed_out in (column, keys):
-            handed_out.setflags(write=False)
-        return cls(rows, mask, index, column, advance, keys)
+        keys.setflags(write=False)
+        return cls(rows, mask, index, column_of(mask, index), advance, keys)
 
     @classmethod
     def of(cls, rows: Rows, index: I64) -> "RowSet":

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common import bitmaps, wire, wire_handshake, wire_plan, wire_result
 from common import messages as m
-from common import wire, wire_columns, wire_handshake, wire_plan, wire_result
 from common.errors import ProtocolError
 from stepwire.executor.v1 import executor_pb2 as pb
 from tests.unit.common.step_messages import ROWS, from_executor, infos, same, to_executor
@@ -39,9 +39,15 @@ def test_info_round_trip(info: m.ExecutorInfo) -> None:
 @SETTINGS
 @given(ROWS)
 def test_bitmap_is_as_short_as_it_can_be(rows: m.U32) -> None:
-    data = wire_columns.pack_bitmap(rows)
+    data = bitmaps.pack_bitmap(rows)
     assert len(data) == (int(rows[-1]) // 8 + 1 if len(rows) else 0)
-    assert np.array_equal(wire_columns.unpack_bitmap(data + b"\0\0"), rows)
+    mask = np.zeros(int(rows[-1]) + 20 if len(rows) else 20, dtype=np.bool_)
+    mask[rows] = True
+    column = bitmaps.column_of(mask, mask.nonzero()[0])
+    assert np.array_equal(column, rows)
+    assert bitmaps.pack_bitmap(column) == data
+    assert not len(rows) or bitmaps.unpack_bitmap(data) is column
+    assert np.array_equal(bitmaps.unpack_bitmap(data + b"\0\0"), rows)
 
 
 @pytest.mark.parametrize("size", [0, 1, m.MAX_OUTPUT_CHUNK_BYTES, m.MAX_OUTPUT_CHUNK_BYTES + 1, 1_000_000])
@@ -237,4 +243,4 @@ def test_messages_are_frozen() -> None:
 @given(st.lists(ROWS, max_size=30))
 def test_a_remembered_bitmap_is_the_right_one(columns: list[m.U32]) -> None:
     for rows in (*columns, *reversed(columns)):
-        assert np.array_equal(wire_columns.unpack_bitmap(wire_columns.pack_bitmap(rows)), rows)
+        assert np.array_equal(bitmaps.unpack_bitmap(bitmaps.pack_bitmap(rows)), rows)
