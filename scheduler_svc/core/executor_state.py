@@ -2,7 +2,6 @@
 
 import heapq
 from collections import deque
-from typing import TypeVar
 
 import numpy as np
 
@@ -20,8 +19,6 @@ from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.step_times import StepTimes
 from scheduler_svc.messages import FinishReason
 from scheduler_svc.observer import StepRecord
-
-Count = TypeVar("Count", int, I64)
 
 
 @step_message
@@ -200,14 +197,10 @@ class ExecutorState:
         index = rows.table_len[grown]
         rows.table[grown, index] = blocks
         rows.table_len[grown] = index + 1
-        rows.capacity[grown] += self.block_size
-        rows.due[grown] = self._due(rows.capacity[grown], rows.final[grown])
+        capacity = rows.capacity[grown] + self.block_size
+        rows.capacity[grown] = capacity
+        rows.slack[grown] += self.block_size + NEVER * (capacity >= rows.final[grown] - 1)
         return u32(grown), u32(index), u32(blocks)
-
-    def _due(self, capacity: Count, final: Count) -> Count:
-        """The `high` from which a row that decodes, or each of a column, needs another block. A step writes the slot of
-        position high - 1, none that of the last token, and blocks are granted depth - 1 steps before."""
-        return capacity - (self.depth - 2) + NEVER * (capacity >= final - 1)
 
     # ----------------------------------------------------------------------------------------------------- decoding
 
@@ -229,16 +222,17 @@ class ExecutorState:
             self._decoding = None
             return True
         least_left = int(np.minimum.reduce(rows.left[planned.index]))
-        self.quiet_steps = min(int(np.minimum.reduce(rows.due - rows.high)), least_left - 1)
+        self.quiet_steps = min(int(np.minimum.reduce(rows.slack)), least_left - 1)
         return False
 
     def start_decoding(self, row: int) -> None:
-        """The last chunk of the row's prefill is planned: it samples, and decodes from the next step on."""
+        """The last chunk of the row's prefill is planned: it samples, and decodes from the next step on. A step writes
+        the slot of the row's last token but one, and blocks are granted depth - 1 steps before."""
         rows = self.rows
         self.prefilling.remove(row)
-        high, final = int(rows.low[row]) + 1, int(rows.final[row])
-        rows.high[row], rows.left[row] = high, final - high
-        rows.due[row] = self._due(int(rows.capacity[row]), final)
+        high, final, capacity = int(rows.low[row]) + 1, int(rows.final[row]), int(rows.capacity[row])
+        rows.left[row] = final - high
+        rows.slack[row] = capacity - (self.depth - 2) - high + (NEVER if capacity >= final - 1 else 0)
         rows.decoding[row] = True
         self._decoding = None
 
@@ -260,7 +254,7 @@ class ExecutorState:
         elif not rows.decoding[row]:
             self.prefilling.remove(row)
         rows.running[row] = rows.decoding[row] = False
-        rows.due[row] = NEVER
+        rows.slack[row] = NEVER
         self.num_running -= 1
         self.releases.append(row)
         if rows.last_step[row] > self.last_result:

@@ -46,12 +46,14 @@ def _check_rows(executor: ExecutorState) -> None:
     for row in running:
         sequence = rows.seqs[row]
         assert sequence is not None and sequence.row == row and sequence.state == SequenceState.RUNNING
-        assert sequence.length + int(rows.recent_len[row]) == rows.low[row] <= rows.high[row] <= rows.final[row]
+        assert sequence.length + int(rows.recent_len[row]) == rows.low[row] <= rows.high(row) <= rows.final[row]
         assert 0 <= rows.computed(row) <= sequence.planned or rows.decoding[row]
         assert rows.computed(row) < rows.low[row]
-        assert rows.high[row] - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
-        assert rows.left[row] == (rows.final[row] - rows.high[row] if rows.decoding[row] else 0)
-        assert (rows.due[row] > NEVER // 2) >= (not rows.decoding[row] or rows.capacity[row] >= rows.final[row] - 1)
+        assert rows.high(row) - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
+        assert rows.decoding[row] or not rows.left[row]
+        has_all = not rows.decoding[row] or rows.capacity[row] >= rows.final[row] - 1
+        slack = NEVER // 2 if has_all else rows.capacity[row] - (executor.depth - 2) - rows.high(row)
+        assert rows.slack[row] > slack if has_all else rows.slack[row] == slack, "a block is due at another time"
         assert (row in executor.prefilling) != bool(rows.decoding[row]), "a row is in both phases, or in none"
     assert sum(_is_tried(executor, row) for row in running) <= 1, "more than one suspect is on trial"
     flights = [flight.step_id for flight in executor.flights]
@@ -70,7 +72,7 @@ def _check_kept(executor: ExecutorState) -> None:
         _check_row_set(rows, kept)
         assert kept.index.tolist() == np.flatnonzero(rows.left > 0).tolist(), "the kept set is not who decodes"
         if executor.quiet_steps:
-            assert executor.quiet_steps <= (rows.due - rows.high).min(), "a block is due earlier"
+            assert executor.quiet_steps <= rows.slack.min(), "a block is due earlier"
             assert executor.quiet_steps < rows.left[kept.index].min(), "a row ends earlier"
     assert rows.room > 0 and rows.recent_len.max(initial=0) + rows.room <= RECENT, "recent tokens may run over"
     length = rows.low.copy()
@@ -110,7 +112,7 @@ def _check_writes(executor: ExecutorState) -> None:
     for row in np.flatnonzero(rows.running).tolist():
         sequence = rows.seqs[row]
         assert sequence is not None
-        start = int(rows.high[row]) - 1 if rows.decoding[row] else sequence.planned
+        start = rows.high(row) - 1 if rows.decoding[row] else sequence.planned
         own = rows.blocks(row)[start // size :].tolist()
         assert all(pool.num_users(block) == 1 for block in own), f"row {row} will write a block that others read"
         assert pool.cache is None or not any(pool.cache.holds(block) for block in own)

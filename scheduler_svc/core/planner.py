@@ -75,8 +75,7 @@ class Planner:
             ready = self._with_blocks(draft, ready)
         if rows.num_with_raw:
             ready = self._within_output(draft, ready)
-        rows.high += ready.advance
-        rows.left -= ready.advance
+        rows.plan_tokens(ready.advance)
         rows.last_step[ready.index] = draft.step_id
         draft.decode = ready
         draft.tokens -= len(ready.index)
@@ -88,11 +87,10 @@ class Planner:
     def _with_blocks(self, draft: Draft, ready: RowSet) -> RowSet:
         """`ready`, without who has to sit out or was preempted for a block."""
         executor, rows = draft.executor, draft.executor.rows
-        slack = rows.due - rows.high
-        if np.minimum.reduce(slack) <= 0:
-            self._grant(draft, (slack <= self._early(executor)).nonzero()[0])
+        if np.minimum.reduce(rows.slack) <= 0:
+            self._grant(draft, (rows.slack <= self._early(executor)).nonzero()[0])
         if draft.blocks_owed:
-            return RowSet.where(rows, (rows.left > 0) & (rows.capacity >= rows.high))
+            return RowSet.where(rows, (rows.left > 0) & (rows.capacity >= rows.final - rows.left))
         return executor.decoding()
 
     @staticmethod
@@ -149,7 +147,7 @@ class Planner:
             keep[np.isin(index, raw)] = True
             ready = RowSet.of(rows, index[keep])
         draft.output_bytes -= size * len(raw)
-        draft.raw.extend(zip(raw.tolist(), rows.high[raw].tolist(), strict=True))
+        draft.raw.extend((row, rows.high(row)) for row in raw.tolist())
         return ready
 
     @staticmethod

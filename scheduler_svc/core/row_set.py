@@ -75,13 +75,7 @@ class RowSet:
 
     def append(self, tokens: U32) -> None:
         """Books one known token for each row."""
-        rows = self.rows
-        rows.recent[rows.recent_end[self.index]] = tokens
-        rows.recent_end += self.advance
-        rows.low += self.advance
-        rows.room -= 1
-        if not rows.room:
-            rows.make_room()
+        self.rows.append(self.index, self.advance, tokens)
 
     def batch(self) -> BatchColumns:
         if self._batch is None:

@@ -22,9 +22,9 @@ class Rows:
 
     admission: 0 for a free row. running: neither free nor in limbo. accept: tokens that arrive count (false once the
     sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
-    protected: may not be preempted. low: known tokens; high: tokens there will be after all planned steps; final: where
-    it ends, for end_reason; left: final - high while decoding, else 0. table[row, :table_len]: its blocks; capacity:
-    token slots they cover; due: the `high` from which it needs another block, about NEVER if none or not decoding.
+    protected: may not be preempted. low: known tokens; final: where it ends, for end_reason; left: of its tokens up to
+    there, those not planned yet, 0 while not decoding. table[row, :table_len]: its blocks; capacity: token slots they
+    cover; slack: steps it can still decode before it needs another block, about NEVER if none or not decoding.
     prefilled: known computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader
     whose prompt its table began with, 0: none. last_step: the last step naming the row.
     recent: known tokens the Sequences have not got yet, RECENT places for each row; the row's next one goes to
@@ -43,9 +43,13 @@ class Rows:
         self.seqs: list[Sequence | None] = [None] * num_rows
         self.keys = np.zeros(num_rows, dtype=np.uint64)
         self.admission, self.rank, self.last_step = ints(), ints(), ints()
-        self.low, self.high, self.final = ints(), ints(), ints()
-        self.left: I64 = ints()
-        self.due: I64 = np.full(num_rows, NEVER, dtype=np.int64)
+        self.final = ints()
+        # Side by side what moves together, so that a step moves both with one addition.
+        self._ahead: I64 = np.zeros((2, num_rows), dtype=np.int64)
+        self.left, self.slack = self._ahead
+        self.slack[:] = NEVER
+        self._behind: I64 = np.zeros((2, num_rows), dtype=np.int64)
+        self.low, self.recent_end = self._behind
         self.capacity, self.prefilled = ints(), ints()
         self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
         self.protected, self.ignore_eos, self.raw_logits = bools(), bools(), bools()
@@ -56,7 +60,7 @@ class Rows:
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
         self.recent: U32 = np.zeros(num_rows * RECENT, dtype=np.uint32)
         self._recent_start: I64 = np.arange(num_rows, dtype=np.int64) * RECENT
-        self.recent_end = self._recent_start.copy()
+        self.recent_end[:] = self._recent_start
         self.room = RECENT - _MAX_FLUSHES
         self.tenant, self.forked_from = ints(), ints()
         self.num_with_stops = self.num_with_raw = 0
@@ -80,7 +84,7 @@ class Rows:
         self.num_of_worker[worker] = self.num_of_worker.get(worker, 0) + 1
         self.tenant[row], self.cached[row] = sequence.tenant, sequence.cached
         self.admission[row], self.rank[row] = admission_id, sequence.rank
-        self.low[row] = self.high[row] = sequence.length
+        self.low[row] = sequence.length
         self.final[row], self.end_reason[row] = final, end_reason
         self.running[row] = self.accept[row] = True
         self.ignore_eos[row] = sampling.ignore_eos
@@ -97,6 +101,22 @@ class Rows:
             wider[:, : self.stops.shape[1]] = self.stops
             self.stops = wider
         self.stops[row, : len(stop_ids)] = stop_ids
+
+    def plan_tokens(self, advance: I64) -> None:
+        """One more token is planned for each row with a 1."""
+        self._ahead -= advance
+
+    def append(self, index: I64, advance: I64, tokens: U32) -> None:
+        """One more token is known for each row of `index`, for which `advance` has a 1."""
+        self.recent[self.recent_end[index]] = tokens
+        self._behind += advance
+        self.room -= 1
+        if not self.room:
+            self.make_room()
+
+    def high(self, row: int) -> int:
+        """Tokens there will be after all planned steps, of a row in use."""
+        return int(self.final[row] - self.left[row] if self.decoding[row] else self.low[row])
 
     def computed(self, row: int) -> int:
         """Positions whose KV is known to be in the row's blocks."""

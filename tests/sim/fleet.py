@@ -76,7 +76,7 @@ class Fleet:
         for executor in scheduler.executors:
             if executor.up:
                 rows = executor.rows
-                now = np.stack([rows.admission, rows.prefilled, rows.low, rows.high])
+                now = np.stack([rows.admission, rows.prefilled, rows.low])
                 epoch, before = self._before.get(executor.id, (0, now))
                 if epoch == executor.epoch:
                     same = (before[0] == now[0]) & (now[0] > 0)

@@ -30,7 +30,7 @@ def _reaches(key: int, length: int) -> Kills:
     def kills(sim: Sim, plan: StepPlan) -> bool:
         rows = sim.scheduler.executors[0].rows
         sampled = [*plan.decode_rows.tolist(), *plan.prefill_rows.tolist()]
-        return any(int(rows.keys[row]) == key and int(rows.high[row]) > length for row in sampled)
+        return any(int(rows.keys[row]) == key and rows.high(row) > length for row in sampled)
 
     return kills
 
