@@ -7,7 +7,7 @@ from common import messages as m
 
 # Most steps decode the rows of the step before, in the same read-only column, and of the rows a plan asks nearly always
 # all answer: bitmaps are remembered, both ways.
-_NUM_REMEMBERED = 16
+_NUM_REMEMBERED = 8
 _MAX_REMEMBERED_BYTES = 2048  # a peer's bitmap may be long
 _Known = tuple[tuple[m.U32, bytes], ...]
 # What to pack a column into, what to unpack bytes into; the newest first, replaced as a whole, so that threads need no
