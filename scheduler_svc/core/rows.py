@@ -46,10 +46,12 @@ class Rows:
         self.final = ints()
         # Side by side what moves together, so that a step moves both with one addition.
         self._ahead: I64 = np.zeros((2, num_rows), dtype=np.int64)
-        self.left, self.slack = self._ahead
+        self.left: I64 = self._ahead[0]
+        self.slack: I64 = self._ahead[1]
         self.slack[:] = NEVER
         self._behind: I64 = np.zeros((2, num_rows), dtype=np.int64)
-        self.low, self.recent_end = self._behind
+        self.low: I64 = self._behind[0]
+        self.recent_end: I64 = self._behind[1]
         self.capacity, self.prefilled = ints(), ints()
         self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
         self.protected, self.ignore_eos, self.raw_logits = bools(), bools(), bools()
