@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from common.messages import U32
-from scheduler_svc.core.prefix_cache import PrefixCache, Tail
+from scheduler_svc.core.prefix_cache import Kept, PrefixCache
 
 # Idle blocks are evicted so many at a time: the share of the pool that the prefix cache may lose before it has to.
 _EVICTED_AT_ONCE = 1 / 256
@@ -73,16 +73,17 @@ class BlockPool:
     def count_idle(self, blocks: list[int]) -> int:
         return sum(map(self.cache.is_idle, blocks)) if blocks and self.cache is not None else 0
 
-    def free(self, table: U32, num_known: int, tail: Tail | None = None) -> None:
+    def free(self, table: U32, num_known: int, kept: Kept | None = None) -> None:
         """One user less for each block of a row's table (in table order). The first `num_known` may have other users
-        or be registered; the others had this user alone, and `tail` begins with the first of them. Tail blocks are
-        given up first, so that of a cached prefix the head lives longest."""
+        or be registered; the others had this user alone. `kept`: those and what of the others can be found again. Tail
+        blocks are given up first, so that of a cached prefix the head lives longest."""
         unused: list[int] = table[:num_known].tolist()
         if self._users:
             unused = [block for block in unused if not self._was_shared(block)]
+        own = table[num_known if kept is None else len(kept.blocks) :]
         if self.cache is not None:
-            unused = self.cache.keep(unused, tail)
-        self._push(table[num_known + (len(tail.blocks) if tail is not None else 0) :])
+            unused = self.cache.keep(unused, kept)
+        self._push(own)
         self._push(unused)
 
     def _was_shared(self, block: int) -> bool:

@@ -12,7 +12,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.itl_controller import ItlController
 from scheduler_svc.core.pipeline_depth import PipelineDepth
 from scheduler_svc.core.prefill_share import PrefillShare
-from scheduler_svc.core.prefix_cache import Tail, extend_hashes
+from scheduler_svc.core.prefix_cache import Kept, extend_hashes
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import I64, NEVER, Bools, Rows
 from scheduler_svc.core.sequence import Sequence, SequenceState
@@ -309,10 +309,10 @@ class ExecutorState:
         return len(self.pool.match(self.hashes(sequence, count), count)) * self.block_size
 
     def _free_blocks(self, row: int, sequence: Sequence) -> None:
-        """The row's blocks lose a user. What it computed can be found again: behind a registered head as a Tail."""
+        """The row's blocks lose a user. What it computed can be found again: behind a registered head as a tail."""
         table, size = self.rows.blocks(row), self.block_size
         first, full = sequence.registered, self.rows.computed(row) // size
-        tail = None
+        kept = None
         if self.pool.cache is None or self.rows.tainted[row] or full <= first:
             pass
         elif first == 0:
@@ -321,9 +321,9 @@ class ExecutorState:
         else:
             # Results of generated tokens came, so that of the prompt did: all of it that others share is registered.
             assert first == sequence.num_known
-            parent = self.hashes(sequence, first)[first - 1]
-            tail = Tail(parent, self.rows.known(row, first * size, full * size), size, table[first:full].copy())
-        self.pool.free(table, sequence.num_known, tail)
+            tokens = self.rows.known(row, first * size, full * size)
+            kept = Kept(table[:full].copy(), first, sequence.hashes[first - 1], tokens, size)
+        self.pool.free(table, sequence.num_known, kept)
 
     def register(self, row: int, computed: int) -> None:
         """Enters the full blocks of the row's first `computed` positions into the prefix cache."""

@@ -155,7 +155,7 @@ def _check_blocks(executor: ExecutorState) -> None:
     assert sorted([*free, *idle, *users]) == list(range(pool.num_blocks)), "blocks are lost or counted twice"
     assert pool.available == len(free) + len(idle)
     if pool.cache is not None:
-        tails = [block for tail in pool.cache.tails() for block in tail.blocks]
+        tails = pool.cache.tail_blocks()
         assert all(pool.cache.holds(block) != (block in tails) for block in idle), "an idle block holds nothing"
         assert set(tails) <= set(idle) and len(set(tails)) == len(tails) <= len(pool.cache), (
             "a tail's block is not idle"

@@ -17,6 +17,7 @@ import numpy as np
 from common.messages import U32
 
 _SIZE = 32
+_NO_TOKENS: U32 = np.empty(0, dtype=np.uint32)
 _BLOCK_OF_PARENT = b"B" + b"p" + _SIZE.to_bytes(8, "little")
 
 
@@ -58,22 +59,20 @@ def tenant_salt(salt: bytes, tenant: str) -> bytes:
 
 
 @dataclass(slots=True, eq=False)
-class Tail:
-    """Full blocks without users that hold what a sequence generated, not hashed yet. parent: hash of the block before
-    them. tokens: what they held at first; blocks: those not evicted, from the head on."""
+class Kept:
+    """What one sequence left and nobody uses, in the order of its table: `num_head` registered blocks and a tail, full
+    blocks that hold what it generated, not hashed yet. The last are evicted first. parent: hash of the block before the
+    tail; tokens: what the tail held at first."""
 
+    blocks: U32
+    num_head: int
     parent: bytes
     tokens: U32
     block_size: int
-    blocks: U32
 
-
-@dataclass(slots=True, eq=False)
-class Kept:
-    """What one sequence left that nobody uses. head: registered blocks in table order; tail: what follows."""
-
-    head: list[int]
-    tail: Tail | None
+    def set_head(self, head: list[int]) -> None:
+        self.blocks = np.concatenate((np.array(head, dtype=np.uint32), self.blocks[self.num_head :]))
+        self.num_head = len(head)
 
 
 class PrefixCache:
@@ -81,7 +80,7 @@ class PrefixCache:
     one sequence left together, and of that the last block first.
 
     Hashing is for who may come: a prompt's blocks are registered when they are computed, since others may begin alike;
-    what a sequence generated is kept as one Tail behind its prompt's last block, and hashed and registered only when
+    what a sequence generated is kept as one tail behind its prompt's last block, and hashed and registered only when
     somebody comes whose tokens go on behind that block. Most tails are evicted before, whole and at once.
     """
 
@@ -109,15 +108,12 @@ class PrefixCache:
 
     def idle_blocks(self) -> tuple[int, ...]:
         """Next to be evicted first."""
-        blocks: list[int] = []
-        for kept in self._kept:
-            blocks += kept.tail.blocks[::-1].tolist() if kept.tail is not None else ()
-            blocks += reversed(kept.head)
-        return tuple(blocks)
+        return tuple(block for kept in self._kept for block in kept.blocks[::-1].tolist())
 
-    def tails(self) -> tuple[Tail, ...]:
+    def tail_blocks(self) -> tuple[int, ...]:
         """For reading."""
-        return tuple(kept.tail for siblings in self._tails.values() for kept in siblings if kept.tail is not None)
+        kept_ones = (kept for siblings in self._tails.values() for kept in siblings)
+        return tuple(block for kept in kept_ones for block in kept.blocks[kept.num_head :].tolist())
 
     def match(self, hashes: list[bytes], limit: int) -> list[int]:
         """Blocks of the longest known head of hashes[:limit]. Call `take_spare` afterwards."""
@@ -151,14 +147,14 @@ class PrefixCache:
     def _register_tails(self, parent: bytes) -> None:
         """They are asked for, so they become the most recently used."""
         for kept in self._tails.pop(parent):
-            tail, kept.tail = kept.tail, None
-            assert tail is not None
-            if not kept.head:
+            blocks: list[int] = kept.blocks[kept.num_head :].tolist()
+            kept.blocks = kept.blocks[: kept.num_head]
+            if not kept.num_head:
                 del self._kept[kept]
-            blocks: list[int] = tail.blocks.tolist()
             self._num_tail_blocks -= len(blocks)
             self.num_idle -= len(blocks)
-            self.register(_chain(parent, tail.tokens[: len(blocks) * tail.block_size], tail.block_size), blocks)
+            self.register(_chain(parent, kept.tokens[: len(blocks) * kept.block_size], kept.block_size), blocks)
+            kept.tokens = _NO_TOKENS
             self._spare += self.keep(blocks)
 
     def clear(self) -> list[int]:
@@ -170,26 +166,29 @@ class PrefixCache:
         self._num_tail_blocks = self.num_idle = 0
         return idle
 
-    def keep(self, blocks: list[int], tail: Tail | None = None) -> list[int]:
-        """These blocks of a sequence, in the order of its table, and those of its tail lost their last user. Those that
-        are registered become, with the tail, the most recently used; returns the others."""
+    def keep(self, unused: list[int], kept: Kept | None = None) -> list[int]:
+        """`unused`: those blocks of a sequence's head, in the order of its table, that lost their last user. kept: the
+        whole head and its tail, if it left one. What is registered becomes, with the tail, the most recently used;
+        returns the others."""
+        if kept is None:
+            kept = Kept(np.array(unused, dtype=np.uint32), len(unused), b"", _NO_TOKENS, 0)
         hash_of, kept_in = self._hash_of, self._kept_in
-        head: list[int] = []
-        kept, others = Kept(head, tail), []
-        for block in blocks:
+        others = []
+        for block in unused:
             if hash_of[block]:
                 kept_in[block] = kept
-                head.append(block)
             else:
                 others.append(block)
-        self.num_idle += len(head)
-        if tail is not None:
-            self._tails.setdefault(tail.parent, []).append(kept)
-            self._num_tail_blocks += len(tail.blocks)
-            self.num_idle += len(tail.blocks)
+        if len(unused) - len(others) < kept.num_head:
+            kept.set_head([block for block in unused if hash_of[block]])
+        count = len(kept.blocks)
+        if count > kept.num_head:
+            self._tails.setdefault(kept.parent, []).append(kept)
+            self._num_tail_blocks += count - kept.num_head
             self.version += 1
-        if head or tail is not None:
+        if count:
             self._kept[kept] = None
+            self.num_idle += count
         return others
 
     def use(self, blocks: list[int]) -> list[int]:
@@ -203,8 +202,8 @@ class PrefixCache:
             else:
                 found[kept] = kept_in[block] = None
         for kept in found:
-            kept.head = [block for block in kept.head if kept_in[block] is kept]
-            if not kept.head and kept.tail is None:
+            kept.set_head([block for block in kept.blocks[: kept.num_head].tolist() if kept_in[block] is kept])
+            if not len(kept.blocks):
                 del self._kept[kept]
         self.num_idle -= len(blocks) - len(others)
         return others
@@ -213,42 +212,33 @@ class PrefixCache:
         """Forgets the `count` least recently used idle blocks and returns them, in pieces. There must be so many."""
         self.num_idle -= count
         self._num_tail_blocks -= count
-        tails: list[U32] = []
+        pieces: list[U32] = []
         heads: list[int] = []
         while count:
             kept, _ = self._kept.popitem(last=False)
-            if (tail := kept.tail) is not None:
-                if len(tail.blocks) > count:
-                    tails.append(tail.blocks[-count:])
-                    tail.blocks = tail.blocks[:-count]
-                    self._put_back(kept)
-                    break
-                self._drop_tail(kept, tail)
-                tails.append(tail.blocks)
-                count -= len(tail.blocks)
-            if len(kept.head) > count:
-                left = len(kept.head) - count
-                heads += kept.head[left:]
-                del kept.head[left:]
-                self._put_back(kept)
-                break
-            heads += kept.head
-            count -= len(kept.head)
+            num_blocks, num_head = len(kept.blocks), kept.num_head
+            left = max(0, num_blocks - count)
+            piece = kept.blocks[left:]
+            pieces.append(piece)
+            count -= num_blocks - left
+            if left <= num_head:
+                heads += piece[: num_head - left].tolist()
+                if num_blocks > num_head:
+                    self._forget_tail(kept)
+            if left:  # and it stays next
+                kept.blocks, kept.num_head = kept.blocks[:left], min(left, num_head)
+                self._kept[kept] = None
+                self._kept.move_to_end(kept, last=False)
         self._num_tail_blocks += len(heads)
         block_of, hash_of, kept_in = self._block_of, self._hash_of, self._kept_in
         for block in heads:
             del block_of[hash_of[block]]
             hash_of[block], kept_in[block] = b"", None
-        return [*tails, np.array(heads, dtype=np.uint32)]
+        return pieces
 
-    def _put_back(self, kept: Kept) -> None:
-        self._kept[kept] = None
-        self._kept.move_to_end(kept, last=False)
-
-    def _drop_tail(self, kept: Kept, tail: Tail) -> None:
-        siblings = self._tails[tail.parent]
+    def _forget_tail(self, kept: Kept) -> None:
+        siblings = self._tails[kept.parent]
         if len(siblings) > 1:
             siblings.remove(kept)
         else:
-            del self._tails[tail.parent]
-        kept.tail = None
+            del self._tails[kept.parent]

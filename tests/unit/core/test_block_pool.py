@@ -2,7 +2,7 @@ import pytest
 
 from common.messages import u32
 from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.prefix_cache import Tail
+from scheduler_svc.core.prefix_cache import Kept
 
 
 def test_allocate_and_free_conserve_blocks() -> None:
@@ -79,8 +79,7 @@ def test_a_tail_stays_until_it_is_evicted_and_what_is_behind_it_is_free_at_once(
     table = pool.allocate(6)
     pool.cache.register([b"a", b"b"], table[:2].tolist())
     pool.share(table[:1].tolist())
-    tail = Tail(b"b", u32(range(6)), 2, table[2:5].copy())
-    pool.free(table, 2, tail)
+    pool.free(table, 2, Kept(table[:5].copy(), 2, b"b", u32(range(6)), 2))
     assert (pool.num_free, pool.available) == (3, 7), "one block is shared, one idle, three are the tail's"
     assert len(pool.allocate(3)) == 3
     assert set(pool.allocate(2)) == {table[4], table[3]}

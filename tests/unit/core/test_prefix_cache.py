@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 
 from common.messages import u32
-from scheduler_svc.core.prefix_cache import PrefixCache, Tail, extend_hashes, head_hash
+from scheduler_svc.core.prefix_cache import Kept, PrefixCache, extend_hashes, head_hash
 
 
 def _hashes(tokens: list[int], block_size: int = 4, salt: bytes = b"", count: int | None = None) -> list[bytes]:
@@ -94,7 +94,7 @@ def _with_tail(*blocks: int) -> PrefixCache:
     """Blocks 1 and 2 hold the prompt, `blocks` the answer; all idle."""
     cache = PrefixCache(16)
     cache.register(CHAIN[:2], [1, 2])
-    cache.keep([1, 2], Tail(CHAIN[1], u32(TOKENS[8:]), 4, u32(blocks)))
+    cache.keep([1, 2], Kept(u32([1, 2, *blocks]), 2, CHAIN[1], u32(TOKENS[8:]), 4))
     return cache
 
 
@@ -104,7 +104,7 @@ def test_a_tail_is_found_by_who_goes_on_with_it() -> None:
     assert cache.match(CHAIN, 2) == [1, 2] and not cache.holds(3), "the same prompt alone does not need it hashed"
     assert cache.match(CHAIN, 6) == [1, 2, 3, 4, 5, 6]
     assert cache.version > version and len(cache) == size == 6 and cache.num_idle == 6
-    assert all(cache.holds(block) for block in range(1, 7)) and not cache.tails() and not cache.take_spare()
+    assert all(cache.holds(block) for block in range(1, 7)) and not cache.tail_blocks() and not cache.take_spare()
     assert cache.idle_blocks() == (2, 1, 6, 5, 4, 3), "who was asked for goes last"
 
 
@@ -135,19 +135,19 @@ def test_a_head_that_is_asked_for_leaves_its_tail_where_it_was() -> None:
 
 def test_an_evicted_tail_leaves_nothing_behind() -> None:
     cache = _with_tail(3, 4)
-    assert _evict(cache, 2) == {4, 3} and not cache.tails() and cache.idle_blocks() == (2, 1)
+    assert _evict(cache, 2) == {4, 3} and not cache.tail_blocks() and cache.idle_blocks() == (2, 1)
     assert _evict(cache, 1) == {2} and not cache.holds(2)
     assert cache.num_idle == len(cache) == 1 and cache.idle_blocks() == (1,)
 
 
 def test_of_equal_tails_one_is_kept() -> None:
     cache = _with_tail(3, 4)
-    cache.keep([], Tail(CHAIN[1], u32(TOKENS[8:]), 4, u32([7, 8, 9])))
+    cache.keep([], Kept(u32([1, 2, 7, 8, 9]), 2, CHAIN[1], u32(TOKENS[8:]), 4))
     assert cache.match(CHAIN, 6) == [1, 2, 3, 4, 9]
     assert sorted(cache.take_spare()) == [7, 8] and cache.num_idle == len(cache) == 5
 
 
 def test_clear_gives_up_tails_too() -> None:
     cache = _with_tail(3, 4)
-    assert cache.clear() == [4, 3, 2, 1] and len(cache) == cache.num_idle == 0 and not cache.tails()
+    assert cache.clear() == [4, 3, 2, 1] and len(cache) == cache.num_idle == 0 and not cache.tail_blocks()
     assert cache.match(CHAIN, 6) == []
