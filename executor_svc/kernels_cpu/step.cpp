@@ -322,7 +322,7 @@ class Decoder {
   template <typename Use>
   void multiply(const Matrix& matrix, const bf16* x, int rows, Member& me, const Use& use, int together = 1) {
     me.groups.find(x, matrix.depth, rows, static_cast<Format>(matrix.format));
-    Taker take(team_, matrix.num_panels(), together);
+    Taker take(team_, num_turns(matrix, rows), together);
     multiply_panels(matrix, x, me.groups, rows, reinterpret_cast<uint8_t*>(me.panels.get()), take,
                     [&](int index, int first, int count, const float* values) {
                       use(first, count, index * kPanel, values);
@@ -349,11 +349,25 @@ class Decoder {
   void multiply_into_residual(const Matrix& matrix, const bf16* x, int rows, Member& me) {
     const int hidden = shape_.hidden;
     multiply(matrix, x, rows, me, [&](int at, int count, int column, const float* values) {
-      const int width = std::min(kPanel, hidden - column);
-      for (int row = 0; row < count; ++row) {
-        float* to = residual_.get() + static_cast<int64_t>(at + row) * hidden + column;
-        const float* from = values + row * kPanel;
-        for (int i = 0; i < width; ++i) to[i] += from[i] + (matrix.bias ? matrix.bias[column + i] : 0.0f);
+      float* to = residual_.get() + static_cast<int64_t>(at) * hidden + column;
+      const float* bias = matrix.bias ? matrix.bias + column : nullptr;
+      if (column + kPanel > hidden) {
+        for (int row = 0; row < count; ++row, to += hidden, values += kPanel) {
+          for (int i = 0; i < hidden - column; ++i) to[i] += values[i] + (bias ? bias[i] : 0.0f);
+        }
+        return;
+      }
+      const __m512 low = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
+      const __m512 high = bias ? _mm512_loadu_ps(bias + kTile) : _mm512_setzero_ps();
+      for (int row = 0; row < count; ++row, to += hidden, values += kPanel) {
+        // The next rows of these columns are wanted when as many have been multiplied.
+        _mm_prefetch(reinterpret_cast<const char*>(to + 2 * kTile * hidden), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(to + 2 * kTile * hidden + kTile), _MM_HINT_T0);
+        const auto add = [&](int i, __m512 own) {
+          _mm512_storeu_ps(to + i, _mm512_add_ps(_mm512_loadu_ps(to + i), _mm512_add_ps(_mm512_load_ps(values + i), own)));
+        };
+        add(0, low);
+        add(kTile, high);
       }
     });
   }

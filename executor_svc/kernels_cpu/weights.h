@@ -442,33 +442,47 @@ void multiply_rows(const uint8_t* panel, const Matrix& matrix, const bf16* x, in
   next.finish();
 }
 
-// use(panel, first row, number of rows, values[rows][32]) for each of the panels that `take()` gives, until it is -1.
+// How many rows of x go by all panels before the next: as many as stay in the second cache (2 MB) beside panels and sums.
+inline int rows_together(const Matrix& matrix, int rows) {
+  constexpr size_t kMost = 1 << 20;
+  const size_t bytes = sizeof(bf16) * matrix.depth * rows, parts = (bytes + kMost - 1) / kMost;
+  const int share = static_cast<int>((rows + parts - 1) / parts);
+  return (share + 2 * kTile - 1) / (2 * kTile) * (2 * kTile);
+}
+
+// Pieces of work of a product: each panel with each part of the rows.
+inline int num_turns(const Matrix& matrix, int rows) {
+  const int together = rows_together(matrix, rows);
+  return matrix.num_panels() * ((rows + together - 1) / together);
+}
+
+// use(panel, first row, number of rows, values[rows][32]) for each of the turns that `take()` gives, until it is -1.
 // x is readable up to a multiple of 32 rows; `groups`: of x, where it has few enough; `space`: twice a panel as bfloat16.
 template <Format format, typename Take, typename Use>
 void multiply_panels(const Matrix& matrix, const bf16* x, const Groups& groups, int rows, uint8_t* space,
                      Take& take, const Use& use) {
-  const auto with = [&](int index) {
-    return [&use, index](int first, int count, const float* values) { use(index, first, count, values); };
-  };
   if (rows <= 2 * kTile) {
     for (int index = take(); index >= 0; index = take()) {
-      multiply_panel<format>(matrix, index, x, groups, rows, with(index));
+      multiply_panel<format>(matrix, index, x, groups, rows,
+                             [&](int first, int count, const float* values) { use(index, first, count, values); });
     }
     return;
   }
-  const int pieces = matrix.num_pieces();
+  const int pieces = matrix.num_pieces(), panels = matrix.num_panels(), together = rows_together(matrix, rows);
   const size_t size = format == kDense ? 0 : pieces * kPieceBytes[kDense];
-  const auto prepare = [&](int index, int turn) {
-    return Preparation<format>(index < 0 ? nullptr : matrix.panel(index), pieces, space + turn * size);
+  const auto prepare = [&](int turn, int which) {
+    return Preparation<format>(turn < 0 ? nullptr : matrix.panel(turn % panels), pieces, space + which * size);
   };
-  int index = take();
-  prepare(index, 0).finish();
-  for (int turn = 0; index >= 0; turn ^= 1) {
+  int turn = take();
+  prepare(turn, 0).finish();
+  for (int which = 0; turn >= 0; which ^= 1) {
     const int following = take();
-    auto next = prepare(following, turn ^ 1);
-    const uint8_t* panel = format == kDense ? matrix.panel(index) : space + turn * size;
-    multiply_rows(panel, matrix, x, rows, next, with(index));
-    index = following;
+    auto next = prepare(following, which ^ 1);
+    const int index = turn % panels, begin = turn / panels * together;
+    const uint8_t* panel = format == kDense ? matrix.panel(index) : space + which * size;
+    multiply_rows(panel, matrix, x + static_cast<size_t>(begin) * matrix.depth, std::min(rows - begin, together), next,
+                  [&](int first, int count, const float* values) { use(index, begin + first, count, values); });
+    turn = following;
   }
 }
 
