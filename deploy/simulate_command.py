@@ -30,6 +30,10 @@ from scheduler_svc.simulate.trace_file import FileWorkload
 from scheduler_svc.simulate.workload import DrawnWorkload, Workload
 
 _OF_TENANTS: Final = ("requests", "finished", "output_tokens", "p50_ttft_ms", "p99_ttft_ms", "contended_share")
+_DRAWN: Final = (
+    "requests", "burst", "concurrency", "prompt_tokens", "output_tokens", "prefixes", "prefix_tokens", "tenants",
+    "priorities", "deadline_s",
+)  # fmt: skip
 _SHAPE: Final = ("block_size", "num_blocks", "max_tokens_per_step", "max_context")
 
 
@@ -139,6 +143,7 @@ def _model(args: argparse.Namespace) -> StepModel:
 
 def _workload(args: argparse.Namespace) -> Workload:
     if args.arrivals is not None:
+        _check_nothing_is_drawn(args)
         return FileWorkload(args.arrivals)
     burst = None
     if args.burst:
@@ -158,6 +163,14 @@ def _workload(args: argparse.Namespace) -> Workload:
         deadline_s=args.deadline_s,
         seed=args.seed,
     )
+
+
+def _check_nothing_is_drawn(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag that would shape drawn requests: those of a file have a shape."""
+    usual = _parser().parse_args([])
+    for name in _DRAWN:
+        if getattr(args, name) != getattr(usual, name):
+            raise ConfigError(f"{name}: goes with drawn requests; arrivals has them from a file", field=name)
 
 
 def _numbers(text: str, field: str, count: int) -> list[float]:

@@ -78,7 +78,8 @@ class WorkerPool:
         serving.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        """Calls get `grace_s` to write what they have; returns when no worker is left. Drain the core before."""
+        """Calls get `grace_s` to write what they have. Returns when no worker is left, or only such that even killing
+        does not end. Drain the core before."""
         self._stopping = True
         if self._beats is not None:
             self._beats.cancel()
@@ -92,7 +93,9 @@ class WorkerPool:
             if late:
                 for worker in self._workers.values():
                     worker.kill("did not end in time")
-                await asyncio.wait(late)
+                _, left = await asyncio.wait(late, timeout=STOP_MARGIN_S)
+                if left:
+                    log.error("%d api workers are killed and have not ended; they are left behind", len(left))
         self._ports.close()
 
     def _beat(self) -> None:

@@ -280,6 +280,19 @@ def test_the_wait_for_a_first_step_is_the_requests_not_each_choices() -> None:
     sim.assert_all_free()
 
 
+def test_who_leads_after_an_aborted_leader_waits_no_longer_than_the_request_may() -> None:
+    sim = Sim(CoreConfig(max_queue_time_ms=100), toy_info(max_num_seqs=1))
+    running = sim.submit(PROMPT, 40, ignore_eos=True)
+    _steps(sim, 2)
+    late = sim.submit([5, 6], 4, n=3)
+    assert sim.scheduler.cancel(late, sim.now_ns)
+    sim.pass_time(200)
+    assert all(isinstance(sim.clients[late + i].error, Overloaded) for i in (1, 2))
+    sim.run()
+    assert sim.clients[running].reason is not None
+    sim.assert_all_free()
+
+
 @pytest.mark.parametrize("crash", [False, True])
 def test_choices_spread_over_two_executors(crash: bool) -> None:
     """A choice that another executor takes has nobody to fork from there."""

@@ -1,6 +1,7 @@
 """`stepwire simulate` as a person or a script calls it."""
 
 import json
+from collections.abc import Sequence
 import sys
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from scheduler_svc.simulate.step_model import load_model
 from tests.unit.simulate.scenes import SHAPE
 
 Capture = pytest.CaptureFixture[str]
-SMALL = ["simulate", "--step-model", "h200-l1b", "--requests", "40", "--rate", "100", "--output-tokens", "uniform:1,20"]
+BARE = ["simulate", "--step-model", "h200-l1b", "--rate", "100"]
+SMALL = [*BARE, "--requests", "40", "--output-tokens", "uniform:1,20"]
 
 
-def result(capsys: Capture, *flags: str) -> dict[str, dict[str, object]]:
-    assert run([*SMALL, "--json", *flags]) == 0
+def result(capsys: Capture, *flags: str, begin: Sequence[str] = SMALL) -> dict[str, dict[str, object]]:
+    assert run([*begin, "--json", *flags]) == 0
     found: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found
 
@@ -75,9 +77,12 @@ def test_capacity_prints_each_probe(capsys: Capture) -> None:
 def test_arrivals_from_a_file(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"arrival_s": {i}, "prompt_tokens": 9, "output_tokens": 3}}\n' for i in range(4)))
-    numbers = result(capsys, "--arrivals", str(path))["results"]
+    numbers = result(capsys, "--arrivals", str(path), begin=BARE)["results"]
     assert numbers["output_tokens"] == 12
     assert numbers["duration_s"] == pytest.approx(0.03, rel=0.2)  # squeezed to --rate 100
+    for flag, value in {"--requests": "3", "--prompt-tokens": "7", "--tenants": "a,b", "--concurrency": "2"}.items():
+        assert run([*BARE, "--arrivals", str(path), flag, value]) == 2
+        assert flag[2:].replace("-", "_") in capsys.readouterr().err
 
 
 def test_fit_prints_and_saves_a_model(capsys: Capture, tmp_path: Path) -> None:
@@ -119,15 +124,19 @@ def test_fit_prints_and_saves_a_model(capsys: Capture, tmp_path: Path) -> None:
         (["--num-blocks", "0"], "num_blocks"),
         (["--find-capacity", "p99"], "find_capacity"),
         (["--find-capacity", "p98_ttft_ms<=3"], "did you mean"),
-        (["--arrivals", "/nowhere/a.jsonl"], "/nowhere/a.jsonl"),
         (["--steps", "/tmp/steps.txt"], "jsonl"),
     ],
 )
 def test_what_is_wrong_is_one_line(capsys: Capture, flags: list[str], named: str) -> None:
     status = run([*SMALL, *flags])
     captured = capsys.readouterr()
-    assert status in (1, 2) and status == (1 if "/nowhere" in named else 2)
+    assert status == 2
     assert captured.err.startswith("stepwire: ") and captured.err.count("\n") == 1 and named in captured.err
+
+
+def test_a_file_of_arrivals_that_is_not_there_is_named(capsys: Capture) -> None:
+    assert run([*BARE, "--arrivals", "/nowhere/a.jsonl"]) == 1
+    assert "/nowhere/a.jsonl" in capsys.readouterr().err
 
 
 def test_help_lists_the_flags(capsys: Capture) -> None:
