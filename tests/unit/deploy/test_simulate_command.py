@@ -1,8 +1,8 @@
 """`stepwire simulate` as a person or a script calls it."""
 
 import json
-from collections.abc import Sequence
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
