@@ -180,21 +180,24 @@ class Attention {
 
   // Of one query's scores and of those before, `most`. Scores of positions outside [from, to) are hidden on the way.
   float greatest(int c, int64_t first, int pieces, int64_t from, int64_t to, float most, AttentionSpace& space) const {
-    if (from > first || to < first + pieces * kTile) {
-      const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-      const auto within = [&](int64_t position, int piece) {
-        const int64_t lane = position - first - piece * kTile;
-        return _mm512_set1_epi32(static_cast<int>(std::clamp<int64_t>(lane, 0, kTile)));
-      };
-      for (int piece = 0; piece < pieces; ++piece) {
-        const __mmask16 seen = _mm512_cmpge_epi32_mask(lanes, within(from, piece)) &
-                               _mm512_cmplt_epi32_mask(lanes, within(to, piece));
-        float* scores = space.scores[piece][c];
-        _mm512_store_ps(scores, _mm512_mask_blend_ps(seen, _mm512_set1_ps(kHidden), _mm512_load_ps(scores)));
-      }
-    }
     __m512 best = _mm512_set1_ps(most);
-    for (int piece = 0; piece < pieces; ++piece) best = _mm512_max_ps(best, _mm512_load_ps(space.scores[piece][c]));
+    if (from <= first && to >= first + pieces * kTile) {
+      for (int piece = 0; piece < pieces; ++piece) best = _mm512_max_ps(best, _mm512_load_ps(space.scores[piece][c]));
+      return _mm512_reduce_max_ps(best);
+    }
+    // Distances from the first position that is seen: those before it are large numbers without a sign.
+    __m512i away = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    away = _mm512_add_epi32(away, _mm512_set1_epi32(static_cast<int>(first - from)));
+    const __m512i size = _mm512_set1_epi32(static_cast<int>(to - from));
+    const __m512 hidden = _mm512_set1_ps(kHidden);
+    for (int piece = 0; piece < pieces; ++piece) {
+      float* const scores = space.scores[piece][c];
+      const __mmask16 seen = _mm512_cmplt_epu32_mask(away, size);
+      const __m512 own = _mm512_mask_blend_ps(seen, hidden, _mm512_load_ps(scores));
+      _mm512_store_ps(scores, own);
+      best = _mm512_max_ps(best, own);
+      away = _mm512_add_epi32(away, _mm512_set1_epi32(kTile));
+    }
     return _mm512_reduce_max_ps(best);
   }
 
