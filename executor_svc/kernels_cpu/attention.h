@@ -13,6 +13,8 @@
 namespace stepwire {
 
 constexpr int kKeys = 128;
+// So many groups of keys a decoding row scores before it weighs them: fewer pauses for the memory it waits for.
+constexpr int kGroups = 4;
 // Positions that are not seen, and the least running maximum: far apart, so that hidden scores weigh exactly nothing.
 constexpr float kHidden = -1e30f, kLeast = -1e20f;
 
@@ -71,8 +73,10 @@ struct AttentionSpace {
       : queries(head_dim * kTile), piece(2 * kTile * head_dim), out(kTile * head_dim) {}
   Buffer<bf16> queries, piece;
   Buffer<float> out;
-  alignas(64) float scores[kKeys / kTile][kTile][kTile];   // [keys / 16][rows][16 keys]
-  alignas(64) bf16 weights[kKeys / kTile][kTile][kTile];
+  // [groups][keys / 16][rows][16 keys]
+  alignas(64) float scores[kGroups][kKeys / kTile][kTile][kTile];
+  alignas(64) bf16 weights[kGroups][kKeys / kTile][kTile][kTile];
+  float shrinks[kGroups][kTile];  // what a group's maxima do to the sums before it
   int rows = 0;  // that the tile registers are set up for
 };
 
@@ -124,16 +128,26 @@ class Attention {
       most[c] = kLeast;
       totals[c] = _mm512_setzero_ps();
     }
-    for (int64_t at = begin / kKeys * kKeys; at < end; at += kKeys) {
-      const int64_t first = std::max(at, begin);
-      const int pieces = static_cast<int>((std::min(at + kKeys, end) - first + 2 * kTile - 1) / (2 * kTile) * 2);
-      score(span, kv_head, first, pieces, keys, space);
-      float before[kTile];
-      memcpy(before, most, sizeof(before));
-      // All first: the next steps of one column would fill the processor's window while its maximum is found.
-      for (int c = 0; c < columns; ++c) most[c] = greatest(c, first, pieces, from[c], to[c], most[c], space);
-      for (int c = 0; c < columns; ++c) weigh(c, pieces, first > begin, before[c], most[c], totals[c], space);
-      mix(span, kv_head, first, pieces, first > begin, values, space);
+    const int most_groups = span.count == 1 ? kGroups : 1;  // a prompt's chunk has its keys near, and little room
+    for (int64_t at = begin / kKeys * kKeys; at < end;) {
+      Keys groups[kGroups];
+      int count = 0;
+      for (; count < most_groups && at < end; ++count, at += kKeys) {
+        const int64_t first = std::max(at, begin), size = std::min(at + kKeys, end) - first;
+        groups[count] = {first, static_cast<int>((size + 2 * kTile - 1) / (2 * kTile) * 2), count, first > begin};
+        score(span, kv_head, groups[count], keys, space);
+      }
+      for (int i = 0; i < count; ++i) {
+        float before[kTile];
+        memcpy(before, most, sizeof(before));
+        // All first: the next steps of one column would fill the processor's window while its maximum is found.
+        for (int c = 0; c < columns; ++c) most[c] = greatest(c, groups[i], from[c], to[c], most[c], space);
+        for (int c = 0; c < columns; ++c) weigh(c, groups[i], before[c], most[c], totals[c], space);
+      }
+      for (int i = 0; i < count; ++i) {
+        if (groups[i].goes_on) shrink(columns, space.shrinks[i], space.out.get());
+        mix(span, kv_head, groups[i], values, space);
+      }
     }
     for (int c = 0; c < columns; ++c) {
       const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(totals[c]));
@@ -145,6 +159,13 @@ class Attention {
   }
 
  private:
+  // Up to 128 keys; place: of the scratch.
+  struct Keys {
+    int64_t first;
+    int pieces, place;
+    bool goes_on;  // others were before
+  };
+
   // Registers 0 and 1: sums [rows][16]; 2: queries [rows][32 dimensions]; 3, 4: keys; 5: weights [rows][16 keys]; 6, 7:
   // values of 16 keys.
   static void set_up(int rows, AttentionSpace& space) {
@@ -157,10 +178,10 @@ class Attention {
     tiles_begin(config);
   }
 
-  void score(const Span& span, int kv_head, int64_t first, int pieces, const bf16* keys, AttentionSpace& space) const {
+  void score(const Span& span, int kv_head, const Keys& group, const bf16* keys, AttentionSpace& space) const {
     const int dim = cache_.head_dim;
-    for (int piece = 0; piece < pieces; piece += 2) {
-      const int64_t at = first + piece * kTile;
+    for (int piece = 0; piece < group.pieces; piece += 2) {
+      const int64_t at = group.first + piece * kTile;
       const bf16* low = sixteen(span, kv_head, at, keys, space.piece.get(), &CacheShape::into_keys);
       const bf16* high =
           sixteen(span, kv_head, at + kTile, keys, space.piece.get() + kTile * dim, &CacheShape::into_keys);
@@ -173,79 +194,87 @@ class Attention {
         TILE_LOAD(4, high + d * kTile, 64);
         TILE_DOT(1, 2, 4);
       }
-      TILE_STORE(0, space.scores[piece], 64);
-      TILE_STORE(1, space.scores[piece + 1], 64);
+      TILE_STORE(0, space.scores[group.place][piece], 64);
+      TILE_STORE(1, space.scores[group.place][piece + 1], 64);
     }
   }
 
   // Of one query's scores and of those before, `most`. Scores of positions outside [from, to) are hidden on the way.
-  float greatest(int c, int64_t first, int pieces, int64_t from, int64_t to, float most, AttentionSpace& space) const {
+  float greatest(int c, const Keys& group, int64_t from, int64_t to, float most, AttentionSpace& space) const {
+    auto& scores = space.scores[group.place];
     __m512 best = _mm512_set1_ps(most);
-    if (from <= first && to >= first + pieces * kTile) {
-      for (int piece = 0; piece < pieces; ++piece) best = _mm512_max_ps(best, _mm512_load_ps(space.scores[piece][c]));
+    if (from <= group.first && to >= group.first + group.pieces * kTile) {
+      for (int piece = 0; piece < group.pieces; ++piece) best = _mm512_max_ps(best, _mm512_load_ps(scores[piece][c]));
       return _mm512_reduce_max_ps(best);
     }
     // Distances from the first position that is seen: those before it are large numbers without a sign.
     __m512i away = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    away = _mm512_add_epi32(away, _mm512_set1_epi32(static_cast<int>(first - from)));
+    away = _mm512_add_epi32(away, _mm512_set1_epi32(static_cast<int>(group.first - from)));
     const __m512i size = _mm512_set1_epi32(static_cast<int>(to - from));
     const __m512 hidden = _mm512_set1_ps(kHidden);
-    for (int piece = 0; piece < pieces; ++piece) {
-      float* const scores = space.scores[piece][c];
+    for (int piece = 0; piece < group.pieces; ++piece) {
       const __mmask16 seen = _mm512_cmplt_epu32_mask(away, size);
-      const __m512 own = _mm512_mask_blend_ps(seen, hidden, _mm512_load_ps(scores));
-      _mm512_store_ps(scores, own);
+      const __m512 own = _mm512_mask_blend_ps(seen, hidden, _mm512_load_ps(scores[piece][c]));
+      _mm512_store_ps(scores[piece][c], own);
       best = _mm512_max_ps(best, own);
       away = _mm512_add_epi32(away, _mm512_set1_epi32(kTile));
     }
     return _mm512_reduce_max_ps(best);
   }
 
-  // One query's scores become weights; what it summed so far, if anything, shrinks from the maximum before to this one.
-  void weigh(int c, int pieces, bool goes_on, float before, float most, __m512& total, AttentionSpace& space) const {
+  // One query's scores become weights; the sum of those before shrinks from the maximum before to this one.
+  void weigh(int c, const Keys& group, float before, float most, __m512& total, AttentionSpace& space) const {
     const __m512 scale = _mm512_set1_ps(scale_), offset = _mm512_set1_ps(most * scale_);
     __m512 sum = _mm512_setzero_ps();
-    for (int piece = 0; piece < pieces; ++piece) {
-      const __m512 weight = exp2_coarse(_mm512_fmsub_ps(_mm512_load_ps(space.scores[piece][c]), scale, offset));
+    for (int piece = 0; piece < group.pieces; ++piece) {
+      const __m512 score = _mm512_load_ps(space.scores[group.place][piece][c]);
+      const __m512 weight = exp2_coarse(_mm512_fmsub_ps(score, scale, offset));
       sum = _mm512_add_ps(sum, weight);
-      _mm256_store_si256((__m256i*)space.weights[piece][c], narrow(weight));
+      _mm256_store_si256((__m256i*)space.weights[group.place][piece][c], narrow(weight));
     }
-    if (goes_on && before != most) {
-      const __m512 shrink = exp2_fast(_mm512_set1_ps((before - most) * scale_));
-      total = _mm512_mul_ps(total, shrink);
-      float* row = space.out.get() + c * cache_.head_dim;
-      for (int d = 0; d < cache_.head_dim; d += kTile) {
-        _mm512_store_ps(row + d, _mm512_mul_ps(_mm512_load_ps(row + d), shrink));
-      }
+    float& shrink = space.shrinks[group.place][c];
+    shrink = 1.0f;
+    if (group.goes_on && before != most) {
+      const __m512 factor = exp2_fast(_mm512_set1_ps((before - most) * scale_));
+      total = _mm512_mul_ps(total, factor);
+      shrink = _mm512_cvtss_f32(factor);
     }
     total = _mm512_add_ps(total, sum);
   }
 
+  void shrink(int columns, const float* shrinks, float* out) const {
+    for (int c = 0; c < columns; ++c) {
+      if (shrinks[c] == 1.0f) continue;
+      float* row = out + c * cache_.head_dim;
+      for (int d = 0; d < cache_.head_dim; d += kTile) {
+        _mm512_store_ps(row + d, _mm512_mul_ps(_mm512_load_ps(row + d), _mm512_set1_ps(shrinks[c])));
+      }
+    }
+  }
+
   // Adds the values by their weights to what was summed so far, if anything.
-  void mix(const Span& span, int kv_head, int64_t first, int pieces, bool goes_on, const bf16* values,
-           AttentionSpace& space) const {
+  void mix(const Span& span, int kv_head, const Keys& group, const bf16* values, AttentionSpace& space) const {
     const int dim = cache_.head_dim;
     const size_t stride = sizeof(float) * dim;
+    const auto piece_of = [&](int piece, bf16* own) {
+      return sixteen(span, kv_head, group.first + piece * kTile, values, own, &CacheShape::into_values);
+    };
     const bf16* found[kKeys / kTile];
     if (cache_.is_tiled()) {
-      for (int piece = 0; piece < pieces; ++piece) {
-        found[piece] = sixteen(span, kv_head, first + piece * kTile, values, nullptr, &CacheShape::into_values);
-      }
+      for (int piece = 0; piece < group.pieces; ++piece) found[piece] = piece_of(piece, nullptr);
     }
     for (int d = 0; d < dim; d += 2 * kTile) {
       float* out = space.out.get() + d;
-      if (goes_on) {
+      if (group.goes_on) {
         TILE_LOAD(0, out, stride);
         TILE_LOAD(1, out + kTile, stride);
       } else {
         TILE_ZERO(0);
         TILE_ZERO(1);
       }
-      for (int piece = 0; piece < pieces; ++piece) {
-        if (!cache_.is_tiled()) {
-          found[piece] = sixteen(span, kv_head, first + piece * kTile, values, space.piece.get(), &CacheShape::into_values);
-        }
-        TILE_LOAD(5, space.weights[piece], sizeof(bf16) * kTile);
+      for (int piece = 0; piece < group.pieces; ++piece) {
+        if (!cache_.is_tiled()) found[piece] = piece_of(piece, space.piece.get());
+        TILE_LOAD(5, space.weights[group.place][piece], sizeof(bf16) * kTile);
         TILE_LOAD(6, found[piece] + d * kTile, 64);
         TILE_DOT(0, 5, 6);
         TILE_LOAD(7, found[piece] + (d + kTile) * kTile, 64);

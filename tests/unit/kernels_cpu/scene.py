@@ -27,7 +27,7 @@ from executor_svc.step_model import Model
 from tests.random_model import random_weights
 
 CPU = torch.device("cpu")
-NUM_BLOCKS = 96
+NUM_BLOCKS = 192
 
 
 def kernels() -> Library:
@@ -52,7 +52,7 @@ class Case:
 
     def config(self) -> ModelConfig:
         return ModelConfig(
-            "llama", 500, 96, 160, 3, self.heads, self.kv_heads, self.head_dim, 512, (0, self.window, 0),
+            "llama", 500, 96, 160, 3, self.heads, self.kv_heads, self.head_dim, 1024, (0, self.window, 0),
             qkv_bias=self.extras, output_bias=self.extras, mlp_bias=self.extras, qk_norm=self.extras,
         )  # fmt: skip
 

@@ -77,6 +77,18 @@ def test_rows_in_company_of_any_number_stay_close_to_themselves_alone(format_: F
         assert relative_error(pieces[chunk], pieces[150]) < CLOSE
 
 
+@pytest.mark.parametrize("case", [Case(), Case(window=300), Case(block_size=12, window=300)], ids=repr)
+def test_a_long_row_decodes_to_the_bits_of_its_prompt(case: Case) -> None:
+    """A decoding row reads several groups of keys at once, a chunk one: the sums are the same."""
+    tokens = ids(700, 11)
+    scene = Scene(case)
+    side, tables = scene.native_side, scene.tables
+    whole = torch.cat([side.step([Work(0, at, tokens[at : at + 350])], tables) for at in (0, 350)])
+    for at in (129, 300, 511, 513, 699):
+        alone = side.step([Work(0, at, tokens[at : at + 1], True), Work(1, 0, ids(3, 1))], tables)
+        assert torch.equal(alone[0], whole[at]), at
+
+
 def test_the_most_likely_token_is_the_least_of_the_best() -> None:
     scene = Scene(Case(format=Format.INT8))
     side, tables = scene.native_side, scene.tables
