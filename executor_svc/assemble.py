@@ -10,11 +10,13 @@ from common.model_files.description import ModelFiles, Progress
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
 from executor_svc.environment import cgroup_cpus, own_cpus, why_no_triton
+from executor_svc.host_memory import take_pages
 from executor_svc.kernels_cpu.compile import NoKernels, check_able
 from executor_svc.kernels_cpu.decoder import unsupported
 from executor_svc.kernels_cpu.library import Library, load_library
 from executor_svc.kernels_cpu.load import load_native
 from executor_svc.kernels_cpu.packing import Format
+from executor_svc.kv_cache import KvCache
 from executor_svc.loader.load import load_model, model_config, model_dtype
 from executor_svc.numerics import can_pack
 from executor_svc.runner import Runner
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 _MAX_TOKENS_PER_STEP = {"cpu": 512, "cuda": 2048}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FORMATS = {"auto": None, "dense": Format.DENSE, "int8": Format.INT8, "int4": Format.INT4}
+# A start may take so much longer, that no prompt waits for memory.
+_TAKING_S = 3.0
 
 
 def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth: int, progress: Progress) -> Runner:
@@ -95,9 +99,17 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         eos_ids=description.eos_ids,
         progress=progress,
     )
-    if device.torch_device.type == "cpu" and (costs := measure_costs(runner)) is not None:
-        runner.tell_costs(costs)
+    if device.torch_device.type == "cpu":
+        _take_cache(runner.cache)
+        if (costs := measure_costs(runner)) is not None:
+            runner.tell_costs(costs)
     return runner
+
+
+def _take_cache(cache: KvCache) -> None:
+    """On the host: as much of it as a short wait gives."""
+    taken = take_pages(cache.data, 2 * cache.shape.num_layers, _TAKING_S)
+    log.info("%d of %d bytes of the KV cache are taken; the rest is as it is used", taken, cache.data.nbytes)
 
 
 def _set_early_launch(config: ExecutorConfig, device: Device) -> None:

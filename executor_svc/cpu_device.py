@@ -70,7 +70,7 @@ class CpuDevice:
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         # torch.zeros writes every byte; the system hands out pages that are zero already, and only when touched, so a
-        # cache of gigabytes costs nothing until it is used.
+        # cache of gigabytes is there at once.
         size = math.prod(shape) * dtype.itemsize
         if size >= _HUGE:
             return huge_zeros(size).view(dtype).view(shape)

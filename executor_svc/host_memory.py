@@ -1,7 +1,10 @@
 """Large memory on the host in huge pages, where the system has them: without, a step that reads all weights spends
 nearly half its time looking addresses up (measured on a virtual machine, where each look-up is two)."""
 
+import ctypes
 import mmap
+import sys
+import time
 from contextlib import suppress
 from typing import Final
 
@@ -10,6 +13,7 @@ import torch
 HUGE_PAGE: Final = 2 << 20
 _SLAB: Final = 16 * HUGE_PAGE
 _ALIGNMENT: Final = 64
+_POPULATE_WRITE: Final = 23  # Linux 5.14, madvise(2); named in Python's mmap from 3.13 on
 
 
 def huge_zeros(num_bytes: int) -> torch.Tensor:
@@ -23,6 +27,30 @@ def huge_zeros(num_bytes: int) -> torch.Tensor:
     raw = torch.frombuffer(whole, dtype=torch.uint8)
     start = -raw.data_ptr() % HUGE_PAGE
     return raw[start : start + num_bytes]
+
+
+def take_pages(memory: torch.Tensor, parts: int, seconds: float) -> int:
+    """Has the system give pages of `memory` (host, of `parts` equal ones that fill from their beginnings) until all are
+    there or `seconds` are over; what they hold stays. Returns the bytes that were taken.
+
+    Otherwise the step that first writes a page waits until it is cleared, and a new block of the KV cache may lie in as
+    many of them as there are layers' keys and values.
+    """
+    if sys.platform != "linux":
+        return 0
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    end = time.monotonic() + seconds
+    begin, size, taken = memory.data_ptr(), memory.nbytes // parts, 0
+    for offset in range(0, size, HUGE_PAGE):
+        count = min(HUGE_PAGE, size - offset)
+        for part in range(parts):
+            at = begin + part * size + offset
+            first = at // mmap.PAGESIZE * mmap.PAGESIZE
+            if time.monotonic() >= end or advise(first, at + count - first, _POPULATE_WRITE):
+                return taken
+            taken += count
+    return taken
 
 
 class Arena:

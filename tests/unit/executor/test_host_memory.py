@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor_svc.host_memory import HUGE_PAGE, Arena, huge_zeros
+from executor_svc.host_memory import HUGE_PAGE, Arena, huge_zeros, take_pages
 
 MAPS = Path("/proc/self/maps")
 
@@ -29,6 +29,15 @@ def test_memory_is_private() -> None:
             assert access == "rw-p"
             return
     pytest.fail("the memory is in no mapping")
+
+
+def test_pages_taken_ahead_keep_what_was_written() -> None:
+    memory = huge_zeros(6 * HUGE_PAGE + 12)
+    memory[3 * HUGE_PAGE] = 7
+    assert take_pages(memory, 3, 60) in (memory.nbytes, 0)  # 0: a system that does not know the call
+    assert memory[3 * HUGE_PAGE] == 7
+    assert int(memory.sum()) == 7
+    assert take_pages(memory, 3, 0) == 0
 
 
 def test_small_pieces_lie_side_by_side() -> None:
