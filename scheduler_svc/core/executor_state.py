@@ -187,7 +187,8 @@ class ExecutorState:
         rows.table_len[row], rows.capacity[row] = num_blocks, num_blocks * self.block_size
         self.prefilling.append(row)
         self.num_running += 1
-        return u32(blocks)
+        blocks.setflags(write=False)
+        return blocks
 
     def grant(self, grown: I64) -> tuple[U32, U32, U32]:
         """One new block at the end of the table of each row of `grown`; there must be enough. Returns the grants as
@@ -225,16 +226,18 @@ class ExecutorState:
         self.quiet_steps = min(int(np.minimum.reduce(rows.slack)), least_left - 1)
         return False
 
-    def start_decoding(self, row: int) -> None:
-        """The last chunk of the row's prefill is planned: it samples, and decodes from the next step on. A step writes
-        the slot of the row's last token but one, and blocks are granted depth - 1 steps before."""
+    def start_decoding(self, row: int, length: int) -> bool:
+        """The last chunk of the row's prefill is planned, that of `length` known tokens: it samples, and decodes from
+        the next step on. A step writes the slot of the row's last token but one, and blocks are granted depth - 1 steps
+        before. True: what it samples is the row's last token."""
         rows = self.rows
         self.prefilling.remove(row)
-        high, final, capacity = int(rows.low[row]) + 1, int(rows.final[row]), int(rows.capacity[row])
+        high, final, capacity = length + 1, rows.final.item(row), rows.capacity.item(row)
         rows.left[row] = final - high
         rows.slack[row] = capacity - (self.depth - 2) - high + (NEVER if capacity >= final - 1 else 0)
         rows.decoding[row] = True
         self._decoding = None
+        return high == final
 
     def keep_decoding(self, sampled: RowSet) -> None:
         """`sampled` are the rows of a step none of which plans its last token: if they are all with tokens left, they

@@ -47,6 +47,9 @@ class Head:
     copied: int = -1
 
 
+_NOTHING_FOUND = Head([], 0)
+
+
 def find_head(executor: ExecutorState, sequence: Sequence) -> Head:
     """At least one token is left to compute, and none whose logits are still wanted is skipped."""
     if sequence.leader is not None and can_fork(executor, sequence):
@@ -56,14 +59,16 @@ def find_head(executor: ExecutorState, sequence: Sequence) -> Head:
         copied = int(table[num_shared]) if computed % executor.block_size else -1
         return Head(table[:num_shared].tolist(), computed, row, copied)
     if executor.pool.cache is None:
-        return Head([], 0)
+        return _NOTHING_FOUND
     usable = sequence.length - 1
-    if sequence.wants_prompt_logprobs:
+    if sequence.next_prompt_logprob < sequence.prompt_len:
         usable = min(usable, sequence.next_prompt_logprob - 1)
     count = usable // executor.block_size
     # Of all full blocks, for the last one will be registered too.
     hashes = executor.hashes(sequence, sequence.length // executor.block_size)
     blocks = executor.pool.match(hashes, count)
+    if not blocks:
+        return _NOTHING_FOUND
     return Head(blocks, len(blocks) * executor.block_size)
 
 

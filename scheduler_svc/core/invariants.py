@@ -8,7 +8,8 @@ from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import NEVER, RECENT, Rows
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SUSPECT_DEATHS, Sequence, SequenceState
+from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.core.suspects import SUSPECT_DEATHS
 from scheduler_svc.core.tenants import MAX_TOLD
 
 
@@ -178,6 +179,8 @@ def _check_tenants(scheduler: Scheduler) -> None:
 def _check_requests(scheduler: Scheduler) -> None:
     waiting = parked = running = held = 0
     for sequence in scheduler.live_sequences():
+        no_further = sequence.deaths >= SUSPECT_DEATHS and sequence.length <= sequence.death_length
+        assert sequence.is_suspect == no_further, "a suspect that got further, or one that is not known as such"
         waiting += sequence.state == SequenceState.WAITING
         parked += sequence.state == SequenceState.PARKED
         running += sequence.state == SequenceState.RUNNING

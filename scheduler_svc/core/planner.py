@@ -21,21 +21,20 @@ from scheduler_svc.observer import StepRecord
 
 
 class Planner:
-    """Stateless but for its collaborators; `next_admission` gives ids never used before, `on_first_admission` hears of
-    each sequence that leaves the queue for the first time."""
+    """Stateless but for its collaborators and the last admission's id, which no other ever has. `on_first_admission`
+    hears of each sequence that leaves the queue for the first time."""
 
     def __init__(
         self,
         config: CoreConfig,
         policy: Policy,
         queue: WaitingQueue,
-        next_admission: Callable[[], int],
         on_first_admission: Callable[[Sequence, int], None],
         counters: Counters,
     ) -> None:
         self._config = config
         self._queue = queue
-        self._next_admission = next_admission
+        self._admission_id = 0
         self._on_first_admission = on_first_admission
         self._counters = counters
         self.turns = Turns(config, policy, queue)
@@ -183,12 +182,12 @@ class Planner:
         count = min(sequence.admitted_len - sequence.planned, draft.tokens)
         if self._config.max_prefill_chunk:
             count = min(count, self._config.max_prefill_chunk)
-        if self._queue.is_long(sequence):
+        if self._config.long_prefill_token_threshold:
             count = min(count, self._config.long_prefill_token_threshold)
         if sequence.sent < sequence.planned + count:
             self._send(draft, sequence, sequence.planned + count)
             count = min(count, sequence.sent - sequence.planned)
-        if sequence.wants_prompt_logprobs:
+        if sequence.next_prompt_logprob < sequence.prompt_len:
             count = self._within_prompt_logprobs(draft, sequence, count)
         if count > 0 and rows.raw_logits[row] and sequence.planned + count == sequence.admitted_len:
             size = self._raw_bytes(executor)
@@ -206,10 +205,9 @@ class Planner:
         sequence.planned += count
         rows.last_step[row] = draft.step_id
         if sequence.planned == sequence.admitted_len:
-            executor.start_decoding(row)
+            draft.has_last_token |= executor.start_decoding(row, sequence.admitted_len)
             sequence.prefilled_step = draft.step_id
             draft.sampling_prefills.append(row)
-            draft.has_last_token |= not rows.left[row]
             if sequence.followers:
                 draft.leaders.append(sequence)
 
@@ -259,7 +257,7 @@ class Planner:
             sequence = self.turns.next(executor)
             if sequence is None or (parked is not None and self.turns.comes_after(sequence, parked)):
                 return
-            is_first = not sequence.was_admitted
+            is_first = sequence.cached < 0
             if not self._try_admit(draft, sequence):
                 return
             if is_first:
@@ -295,15 +293,15 @@ class Planner:
         draft.wire_bytes -= bytes_needed
         self._queue.remove(sequence)
         self._count(executor, sequence, head)
-        admission_id = self._next_admission()
-        blocks = executor.take_row(sequence, admission_id, head.blocks, fresh, head.computed, final, end_reason)
+        self._admission_id += 1
+        blocks = executor.take_row(sequence, self._admission_id, head.blocks, fresh, head.computed, final, end_reason)
         if head.leader >= 0:
             self._fork(draft, head, sequence)
         sequence.leader = None
         sequence.sent = min(sequence.length, MAX_EXTEND_TOKENS)
         admit = Admit(
             row=sequence.row,
-            admission_id=admission_id,
+            admission_id=self._admission_id,
             tokens=sequence.tokens(0, sequence.sent),
             length=sequence.length,
             prompt_len=sequence.prompt_len,
@@ -332,7 +330,7 @@ class Planner:
         for leader in draft.leaders:
             for follower in leader.followers:
                 self._queue.push(follower)
-            leader.followers.clear()
+            leader.followers = ()
 
     def _count(self, executor: ExecutorState, sequence: Sequence, head: Head) -> None:
         c, has_cache = self._counters, executor.pool.cache is not None

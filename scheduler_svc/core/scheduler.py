@@ -44,17 +44,14 @@ class Scheduler:
         self._policy = make_policy(config, self._tenants)
         self._queue = WaitingQueue(self._policy, config.long_prefill_token_threshold)
         self._counters = Counters()
-        self._planner = Planner(
-            config, self._policy, self._queue, self._next_admission, self._first_admission, self._counters
-        )
+        self._planner = Planner(config, self._policy, self._queue, self._first_admission, self._counters)
         self._executors: list[ExecutorState] = []
         self._drain_rate = DrainRate()
         self._expiry = Expiry(config, self._policy.refuses_late, self._queue, self._drain_rate, self._executors)
         self._tokens_seen = 0
         self._live: dict[int, Sequence] = {}
-        self._keys: dict[str, list[int]] = {}  # of each live request id, those of its choices that have not ended
+        self._requests: dict[str, Submit] = {}  # whole, by request id: those with a live choice
         self._orders = 0
-        self._admissions = 0
         self._draining = False
 
     # ----------------------------------------------------------------------------------------------------- executors
@@ -96,7 +93,7 @@ class Scheduler:
                 check_request(sequence.request, welcome.info, self.config)
                 check_length(sequence.length, max_context)
             except StepwireError as error:
-                endings += self._end(sequence, None, error)
+                endings += self._fail(sequence, error)
         return tuple(endings)
 
     def executor_down(self, executor_id: int, now_ns: int) -> tuple[Ending, ...]:
@@ -126,7 +123,7 @@ class Scheduler:
         sequence.plan_errors += 1
         if sequence.plan_errors < MAX_PLAN_ERRORS or sequence.state == SequenceState.ENDED:
             return ()
-        return tuple(self._end(sequence, None, SequenceFailed(text)))
+        return tuple(self._fail(sequence, SequenceFailed(text)))
 
     def _failed(
         self, executor: ExecutorState, suspects: list[Sequence], is_device_fault: bool, text: str
@@ -138,7 +135,7 @@ class Scheduler:
         self._requeue(going_on)
         endings: list[Ending] = []
         for sequence in guilty:
-            endings += self._end(sequence, None, SequenceFailed(text))
+            endings += self._fail(sequence, SequenceFailed(text))
         return tuple(endings)
 
     def _close_epoch(self, executor: ExecutorState) -> None:
@@ -160,12 +157,13 @@ class Scheduler:
         except StepwireError:
             self._counters.refused += 1 + len(request.children)
             raise
+        self._requests[request.request_id] = request
         for sequence in sequences:
             self._accept(sequence, now_ns)
         leader, *followers = sequences
         self._hash_early(leader)
         self._queue.push(leader)
-        self._lead(leader, followers)
+        self._lead(leader, tuple(followers))
 
     def _hash_early(self, sequence: Sequence) -> None:
         """Between two steps, for the one that admits the sequence; but not while more wait than the executor runs: kept
@@ -178,17 +176,16 @@ class Scheduler:
     def _new(self, choice: Submit) -> Sequence:
         self._orders += 1
         salt = tenant_salt(choice.cache_salt, choice.tenant) if self.config.isolate_tenants else choice.cache_salt
-        return Sequence(choice, self._orders, self._policy.rank(choice, self._orders), salt)
+        return Sequence(choice, self._policy.rank(choice, self._orders), salt)
 
     def _accept(self, sequence: Sequence, now_ns: int) -> None:
         sequence.tenant = self._tenants.join(sequence.request.tenant)
         self._live[sequence.key] = sequence
-        self._keys.setdefault(sequence.request.request_id, []).append(sequence.key)
         self._expiry.watch(sequence, now_ns)
         self._counters.accepted += 1
         self._counters.prompt_tokens += sequence.prompt_len
 
-    def _lead(self, leader: Sequence, followers: list[Sequence]) -> None:
+    def _lead(self, leader: Sequence, followers: tuple[Sequence, ...]) -> None:
         """`followers` wait for `leader`, and fork from it."""
         leader.leader, leader.followers = None, followers
         for follower in followers:
@@ -203,7 +200,7 @@ class Scheduler:
         if not infos:
             raise Unavailable("no executor was ever connected", retry_after_ms=DEFAULT_RETRY_MS)
         keys = request.keys
-        if request.request_id in self._keys or not self._live.keys().isdisjoint(keys):
+        if request.request_id in self._requests or not self._live.keys().isdisjoint(keys):
             raise DuplicateRequest(f"a request with id {request.request_id!r} is live", field="request_id")
         for info in infos:
             check_request(request, info, self.config)
@@ -243,7 +240,8 @@ class Scheduler:
 
     def keys_of(self, request_id: str) -> tuple[int, ...]:
         """The choices, of the live request with exactly this id, that have not ended. Empty: there is none."""
-        return tuple(self._keys.get(request_id, ()))
+        request = self._requests.get(request_id)
+        return tuple(key for key in request.keys if key in self._live) if request is not None else ()
 
     def reset_cache(self) -> tuple[int, int]:
         """From now on no admission finds anything that was computed or planned before. Returns how many blocks the
@@ -263,7 +261,7 @@ class Scheduler:
             if error is None:
                 self._expiry.watch(sequence, now_ns)
                 continue
-            ended = self._end(sequence, None, error)
+            ended = self._fail(sequence, error)
             self._counters.expired += len(ended)
             endings += ended
         return tuple(endings)
@@ -281,7 +279,7 @@ class Scheduler:
         """Ends every live request with `error`."""
         endings: list[Ending] = []
         while self._live:
-            endings += self._end(next(iter(self._live.values())), None, error)
+            endings += self._fail(next(iter(self._live.values())), error)
         return tuple(endings)
 
     # --------------------------------------------------------------------------------------------------------- steps
@@ -314,13 +312,13 @@ class Scheduler:
         for entry, reason in collected.ended.items():
             sequence = executor.rows.seqs[int(collected.sampled.index[entry])]
             assert sequence is not None
-            endings += self._end(sequence, reason, None)
+            endings.append(self._finish(sequence, reason))
         for row_error in collected.row_errors:
             sequence = executor.rows.seqs[row_error.row]
             assert sequence is not None
             if sequence.state != SequenceState.ENDED:
                 error = SequenceFailed(f"{row_error.code.name}: {row_error.text}")
-                endings += self._end(sequence, None, error)
+                endings += self._fail(sequence, error)
         if executor.limbo:
             self._requeue(executor.settle())
         if 0 < self._expiry.next_ns <= now_ns:
@@ -389,10 +387,6 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------------- internals
 
-    def _next_admission(self) -> int:
-        self._admissions += 1
-        return self._admissions
-
     def _first_admission(self, sequence: Sequence, now_ns: int) -> None:
         self._drain_rate.admitted(now_ns)
         self._tenants.admitted(sequence.tenant, sequence.prompt_len - sequence.cached)
@@ -414,40 +408,40 @@ class Scheduler:
         for sequence in sequences:
             self._queue.push(sequence)
 
-    def _end(self, sequence: Sequence, reason: FinishReason | None, error: StepwireError | None) -> list[Ending]:
-        """An error also ends who still waits for this sequence's prompt: it would compute the same."""
-        followers = sequence.followers
-        if error is not None:
-            sequence.followers = []
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Ending:
         self._retire(sequence)
-        if reason is not None:
-            self._counters.finished += 1
-            return [Ending(sequence.key, sequence.request.request_id, reason, None)]
+        self._counters.finished += 1
+        return Ending(sequence.key, sequence.request.request_id, reason, None)
+
+    def _fail(self, sequence: Sequence, error: StepwireError) -> list[Ending]:
+        """Also ends who still waits for this sequence's prompt: it would compute the same."""
+        followers, sequence.followers = sequence.followers, ()
+        self._retire(sequence)
         self._counters.failed += 1
         endings = [Ending(sequence.key, sequence.request.request_id, None, error)]
         for follower in followers:
             follower.leader = None
-            endings += self._end(follower, None, error)
+            endings += self._fail(follower, error)
         return endings
 
     def _retire(self, sequence: Sequence) -> None:
         """The one way out, whatever ended the request: queue, row and ids are given up here."""
         del self._live[sequence.key]
-        keys = self._keys[sequence.request.request_id]
-        keys.remove(sequence.key)
-        if not keys:
-            del self._keys[sequence.request.request_id]
+        request_id = sequence.request.request_id
+        whole = self._requests.pop(request_id)
+        if whole.children and not self._live.keys().isdisjoint(whole.keys):
+            self._requests[request_id] = whole
         self._expiry.forget(sequence)
         self._tenants.leave(sequence.tenant)
-        if sequence.state in (SequenceState.WAITING, SequenceState.HELD):
-            self._queue.remove(sequence)
-        else:
+        if sequence.row >= 0:
             self._executors[sequence.executor_id].vacate(sequence.row, keep=False)
-        if sequence.state == SequenceState.HELD and sequence.leader is not None:
-            sequence.leader.followers.remove(sequence)
+        else:
+            self._queue.remove(sequence)
+            if (leader := sequence.leader) is not None:
+                leader.followers = tuple(f for f in leader.followers if f is not sequence)
         sequence.state = SequenceState.ENDED
         if sequence.followers:  # the next choice leads the rest
             leader, *rest = sequence.followers
-            sequence.followers = []
+            sequence.followers = ()
             self._queue.push(leader)
-            self._lead(leader, rest)
+            self._lead(leader, tuple(rest))

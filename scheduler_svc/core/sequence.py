@@ -8,8 +8,6 @@ import numpy as np
 from common.messages import U32, Sampling, u32
 from scheduler_svc.messages import Submit
 
-SUSPECT_DEATHS = 2
-
 
 class SequenceState(IntEnum):
     WAITING = 1  # in the queue
@@ -24,11 +22,12 @@ class Sequence:
     last flush lie in the row's `recent` column.
 
     rank: see policies. tenant: slot in Tenants. salt: of the prefix cache. cached: prompt tokens found in the prefix
-    cache at first admission (-1: never admitted). deaths, death_length, death_mark: see suspects.
-    next_prompt_logprob: first prompt position whose logprobs were not delivered yet. hashes: chain of the full blocks
-    computed so far, for `hash_block_size`. leader: the choice of the same prompt to fork from, until the first
-    admission. followers: choices that are HELD until this one's prompt is planned to the end. The fields below `row`
-    belong to the present admission.
+    cache at first admission (-1: never admitted). is_suspect: executors died more than once while they computed it, and
+    it got no further since; with deaths, death_length, death_mark: see suspects. next_prompt_logprob: first prompt
+    position whose logprobs are still wanted; prompt_len: none are. hashes: chain of the full blocks computed so far,
+    for `hash_block_size`. leader: the choice of the same prompt to fork from, until the first admission. followers:
+    choices that are HELD until this one's prompt is planned to the end. The fields below `row` belong to the present
+    admission.
     """
 
     __slots__ = (
@@ -42,12 +41,12 @@ class Sequence:
         "followers",
         "hash_block_size",
         "hashes",
+        "is_suspect",
         "key",
         "leader",
         "length",
         "next_prompt_logprob",
         "num_known",
-        "order",
         "plan_errors",
         "planned",
         "preemptions",
@@ -64,10 +63,9 @@ class Sequence:
         "ticket",
     )
 
-    def __init__(self, request: Submit, order: int, rank: int, salt: bytes = b"") -> None:
+    def __init__(self, request: Submit, rank: int, salt: bytes = b"") -> None:
         self.request = request
         self.key = request.key
-        self.order = order
         self.rank = rank
         self.tenant = 0
         self.salt = salt
@@ -79,14 +77,17 @@ class Sequence:
         self.preemptions = 0
         self.plan_errors = 0
         self.cached = -1
+        self.is_suspect = False
         self.deaths = 0
         self.death_length = 0
         self.death_mark = 0
-        self.next_prompt_logprob = max(request.sampling.prompt_logprobs_from, 1)
+        sampling = request.sampling
+        wants_logprobs = sampling.num_prompt_logprobs > 0
+        self.next_prompt_logprob = max(sampling.prompt_logprobs_from, 1) if wants_logprobs else self.prompt_len
         self.hashes: list[bytes] = []
         self.hash_block_size = 0
         self.leader: Sequence | None = None
-        self.followers: list[Sequence] = []
+        self.followers: tuple[Sequence, ...] = ()
         self.executor_id = -1
         self.row = -1
         self.admitted_len = 0  # tokens known when the row was taken
@@ -100,15 +101,6 @@ class Sequence:
     def was_admitted(self) -> bool:
         return self.cached >= 0
 
-    @property
-    def is_suspect(self) -> bool:
-        """Executors died more than once while they computed it, and it got no further since. See suspects."""
-        return self.deaths >= SUSPECT_DEATHS and self.length <= self.death_length
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self.request.sampling.num_prompt_logprobs > 0 and self.next_prompt_logprob < self.prompt_len
-
     def append(self, tokens: U32) -> None:
         end = self.length + len(tokens)
         if end > len(self._tokens) or not self._tokens.flags.writeable:
@@ -117,6 +109,7 @@ class Sequence:
             self._tokens = grown
         self._tokens[self.length : end] = tokens
         self.length = end
+        self.is_suspect = False
 
     def tokens(self, start: int = 0, end: int | None = None) -> U32:
         """Known tokens, read-only and safe to hand over: the prompt itself, or a copy."""
@@ -133,7 +126,7 @@ class Sequence:
         s = self.request.sampling
         if s.max_tokens == max_tokens and not s.num_prompt_logprobs:
             return s
-        wanted = self.wants_prompt_logprobs
+        wanted = self.next_prompt_logprob < self.prompt_len
         return replace(
             s,
             max_tokens=max_tokens,

@@ -18,6 +18,7 @@ from scheduler_svc.core.executor_state import ExecutorState
 from scheduler_svc.core.sequence import Sequence, SequenceState
 
 MAX_PLAN_ERRORS = 2
+SUSPECT_DEATHS = 2
 MAX_DEATHS = 4
 MAX_LONE_DEATHS = 12
 
@@ -42,6 +43,7 @@ def book_death(sequence: Sequence, tokens_seen: int, is_device_fault: bool) -> b
     if not sequence.deaths or sequence.length > sequence.death_length:
         sequence.deaths, sequence.death_length, sequence.death_mark = 0, sequence.length, tokens_seen
     sequence.deaths += 1
+    sequence.is_suspect = sequence.deaths >= SUSPECT_DEATHS
     alone = is_device_fault and tokens_seen == sequence.death_mark
     return sequence.deaths >= (MAX_LONE_DEATHS if alone else MAX_DEATHS)
 

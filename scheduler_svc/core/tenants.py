@@ -33,8 +33,8 @@ class Tenants:
         self.served: NDArray[np.float64] = np.zeros(16)
         self.weight: NDArray[np.float64] = np.ones(16)
         self.live = [0] * 16
-        self.accepted: I64 = np.zeros(16, dtype=np.int64)
-        self.prompt_tokens: I64 = np.zeros(16, dtype=np.int64)
+        self.accepted = [0] * 16
+        self.prompt_tokens = [0] * 16
         self.generated_tokens: I64 = np.zeros(16, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -92,10 +92,10 @@ class Tenants:
             found.append(
                 TenantStats(
                     tenant=name,
-                    requests=int(self.accepted[slot]),
+                    requests=self.accepted[slot],
                     waiting=self.live[slot] - int(run[slot]),
                     running=int(run[slot]),
-                    prompt_tokens=int(self.prompt_tokens[slot]),
+                    prompt_tokens=self.prompt_tokens[slot],
                     generated_tokens=int(self.generated_tokens[slot]),
                     served=float(self.served[slot]),
                     weight=float(self.weight[slot]),
@@ -117,15 +117,13 @@ class Tenants:
         return slot
 
     def _grow(self) -> None:
-        self.live += [0] * len(self.live)
-        for column in ("served", "weight", "accepted", "prompt_tokens", "generated_tokens"):
-            old = getattr(self, column)
-            setattr(
-                self, column, np.concatenate([old, np.ones_like(old) if column == "weight" else np.zeros_like(old)])
-            )
+        for told in (self.live, self.accepted, self.prompt_tokens):
+            told += [0] * len(told)
+        self.weight = np.concatenate([self.weight, np.ones_like(self.weight)])
+        self.served = np.concatenate([self.served, np.zeros_like(self.served)])
+        self.generated_tokens = np.concatenate([self.generated_tokens, np.zeros_like(self.generated_tokens)])
 
     def _forget(self, slot: int) -> None:
         del self._slots[self._names[slot]]
-        for column in (self.served, self.accepted, self.prompt_tokens, self.generated_tokens):
-            column[slot] = 0
+        self.served[slot] = self.generated_tokens[slot] = self.accepted[slot] = self.prompt_tokens[slot] = 0
         self._free.append(slot)

@@ -12,27 +12,22 @@ class Lane:
     """A heap by rank; who was removed stays in it, unseen, until it comes up or half of the heap is such."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Sequence]] = []
+        self.heap: list[tuple[int, int, Sequence]] = []  # rank, ticket; the first is never one that was removed
         self._waiting = 0
 
     def __len__(self) -> int:
         return self._waiting
 
-    @property
-    def head(self) -> Sequence | None:
-        """The first; never one that was removed."""
-        return self._heap[0][2] if self._heap else None
-
     def push(self, rank: int, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (rank, sequence.ticket, sequence))
+        heapq.heappush(self.heap, (rank, sequence.ticket, sequence))
         self._waiting += 1
 
     def remove(self) -> int:
         """A sequence of this lane lost its ticket. Returns how many wait now."""
         self._waiting -= 1
-        heap = self._heap
+        heap = self.heap
         if len(heap) > _MIN_STALE and self._waiting * 2 < len(heap):
-            heap = self._heap = [entry for entry in heap if entry[2].ticket == entry[1]]
+            heap = self.heap = [entry for entry in heap if entry[2].ticket == entry[1]]
             heapq.heapify(heap)
         while heap and heap[0][2].ticket != heap[0][1]:
             heapq.heappop(heap)
@@ -68,13 +63,12 @@ class Lanes:
         """(turn, sequence) of the first of all."""
         while self._order:
             turn, made, lane_id, lane = self._order[0]
-            head = lane.head
-            if head is None:
+            if not lane.heap:
                 heapq.heappop(self._order)
                 continue
             now = self._policy.turn(lane_id)
             if now <= turn:
-                return turn, head
+                return turn, lane.heap[0][2]
             heapq.heapreplace(self._order, (now, made, lane_id, lane))
         return None
 
@@ -130,8 +124,8 @@ class WaitingQueue:
 
     def peek(self, usual_only: bool = False) -> Sequence | None:
         """The first; with `usual_only` the first that is not long."""
-        if self._front.head is not None:
-            return self._front.head
+        if self._front.heap:
+            return self._front.heap[0][2]
         usual = self._usual.first()
         long = None if usual_only or not self._long_tokens else self._long.first()
         if usual is None or long is None:
@@ -140,10 +134,10 @@ class WaitingQueue:
         return min((usual, long), key=lambda entry: (entry[0], entry[1].rank, entry[1].ticket))[1]
 
     def remove(self, sequence: Sequence) -> None:
-        if sequence.state == SequenceState.HELD:
+        if not sequence.ticket:
+            assert sequence.state == SequenceState.HELD
             self.num_held -= 1
             return
-        assert sequence.ticket != 0
         sequence.ticket = 0
         self._waiting -= 1
         self._num_tokens -= sequence.length
@@ -162,8 +156,7 @@ class WaitingQueue:
 
     def _goes_first(self, sequence: Sequence) -> bool:
         """Does not change while the sequence waits."""
-        is_suspect = sequence.deaths > 0 and sequence.is_suspect
-        return is_suspect or (self._policy.returns_first and sequence.was_admitted)
+        return sequence.is_suspect or (self._policy.returns_first and sequence.was_admitted)
 
     def _side(self, sequence: Sequence) -> Lanes:
         return self._long if self.is_long(sequence) else self._usual

@@ -36,11 +36,9 @@ def _no_limbo_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _register_at_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ExecutorState.start_decoding
 
-    def start_decoding(self: ExecutorState, row: int) -> None:
-        sequence = self.rows.seqs[row]
-        assert sequence is not None
-        self.register(row, sequence.admitted_len)
-        original(self, row)
+    def start_decoding(self: ExecutorState, row: int, length: int) -> bool:
+        self.register(row, length)
+        return original(self, row, length)
 
     monkeypatch.setattr(ExecutorState, "start_decoding", start_decoding)
 

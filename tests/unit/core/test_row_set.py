@@ -17,7 +17,7 @@ def _rows(workers: int = 1) -> Rows:
     rows = Rows(NUM_ROWS, 1)
     for row in range(NUM_ROWS):
         key = (row % workers) << WORKER_SHIFT | row
-        rows.seqs[row] = Sequence(Submit(key, f"r{row}", u32([row]), Sampling(row, 8), 0), row, row)
+        rows.seqs[row] = Sequence(Submit(key, f"r{row}", u32([row]), Sampling(row, 8), 0), row)
         rows.keys[row], rows.cached[row], rows.low[row] = key, row, 1
     return rows
 

@@ -8,7 +8,7 @@ from scheduler_svc.messages import Submit
 
 def _sequence(**sampling: int) -> Sequence:
     prompt = u32(range(10, 20))
-    return Sequence(Submit(1, "a", prompt, Sampling(7, 50, **sampling), 0), 1, 1)  # type: ignore[arg-type]
+    return Sequence(Submit(1, "a", prompt, Sampling(7, 50, **sampling), 0), 1)  # type: ignore[arg-type]
 
 
 def test_the_caller_s_prompt_is_never_written() -> None:

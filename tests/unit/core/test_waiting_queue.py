@@ -26,7 +26,7 @@ def _request(order: int, priority: int = 0, length: int = 3, **fields: int) -> S
 
 def _sequence(order: int, priority: int = 0, policy: str = "fcfs", length: int = 3, **fields: int) -> Sequence:
     request = _request(order, priority, length, **fields)
-    return Sequence(request, order, _policy(policy).rank(request, order))
+    return Sequence(request, _policy(policy).rank(request, order))
 
 
 def _pop(queue: WaitingQueue) -> Sequence:
@@ -51,7 +51,7 @@ def test_removed_ones_never_come_up_and_do_not_pile_up() -> None:
         queue.push(sequence)
     for sequence in sequences[:990]:
         queue.remove(sequence)
-    assert len(queue) == 10 and len(queue._usual._lanes[0]._heap) <= 64
+    assert len(queue) == 10 and len(queue._usual._lanes[0].heap) <= 64
     assert queue.peek() is sequences[990]
     sequences[0].ticket = 0
     queue.push(sequences[0])
@@ -67,7 +67,7 @@ def test_priority_goes_before_arrival() -> None:
         _sequence(4, 0, "priority"),
     ):
         queue.push(sequence)
-    assert [_pop(queue).order for _ in range(4)] == [3, 2, 4, 1]
+    assert [_pop(queue).key for _ in range(4)] == [3, 2, 4, 1]
 
 
 def test_ranks_fit_their_column() -> None:
