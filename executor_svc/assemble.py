@@ -32,7 +32,7 @@ _MAX_TOKENS_PER_STEP = {"cpu": 512, "cuda": 2048}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FORMATS = {"auto": None, "dense": Format.DENSE, "int8": Format.INT8, "int4": Format.INT4}
 # A start may take so much longer, that no prompt waits for memory.
-_TAKING_S = 3.0
+_TAKING_S = 1.0
 
 
 def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth: int, progress: Progress) -> Runner:
