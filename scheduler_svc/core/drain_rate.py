@@ -3,6 +3,7 @@
 from math import exp
 
 _SPAN_NS = 10e9
+_TICK_NS = 10_000_000  # admissions of so short a time count as one moment's
 DEFAULT_RETRY_MS = 1000
 _MIN_RETRY_MS = 100
 _MAX_RETRY_MS = 60_000
@@ -18,9 +19,10 @@ class DrainRate:
     def admitted(self, now_ns: int) -> None:
         """A request left the queue for its first time on an executor."""
         if self._first_ns < 0:
-            self._first_ns = now_ns
-        self._weight = (self._weight if now_ns == self._last_ns else self._faded(now_ns)) + 1
-        self._last_ns = now_ns
+            self._first_ns = self._last_ns = now_ns
+        if now_ns - self._last_ns >= _TICK_NS:
+            self._weight, self._last_ns = self._faded(now_ns), now_ns
+        self._weight += 1
 
     def per_second(self, now_ns: int) -> float:
         """0: nothing was admitted yet, or nothing for so long that it no longer counts."""

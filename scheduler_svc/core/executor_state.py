@@ -260,7 +260,7 @@ class ExecutorState:
         rows.slack[row] = NEVER
         self.num_running -= 1
         self.releases.append(row)
-        if rows.last_step[row] > self.last_result:
+        if rows.last_step.item(row) > self.last_result:
             self.limbo.append(row)
             return None
         sequence = self._free(row, keep)

@@ -66,7 +66,7 @@ class Tenants:
     def admitted(self, slot: int, num_tokens: int) -> None:
         """A request was admitted for the first time; `num_tokens` of its prompt have to be computed."""
         self.prompt_tokens[slot] += num_tokens
-        self.served[slot] += self._input_weight * num_tokens / self.weight[slot]
+        self.served[slot] += self._input_weight * num_tokens / self.weight.item(slot)
 
     def generated(self, slot_of_row: I64, rows: I64) -> None:
         """One token for each of `rows`."""
