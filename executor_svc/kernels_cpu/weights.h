@@ -66,7 +66,7 @@ inline __m512 number_at(__m512i word) {
 }
 
 // The weights of 16 columns of one piece as a tile of bfloat16. half: 0 or 1. What number_at() adds is taken from the least
-// weight, which is exact: scales are of 11 bits.
+// weight: exact where that is not much smaller than the scale, else rounded by a thousandth of the scale at most.
 template <Format format>
 inline void widen(const uint8_t* piece, int half, uint8_t* tile) {
   const auto [scale, least] = scales_of<format>(piece, half);
