@@ -22,7 +22,7 @@ from executor_svc.kernels.rotary import rotate_and_write
 from executor_svc.kv_cache import KvCache
 
 # Keys summed in one part in exact numerics; a constant, as bits hang on it.
-_EXACT_PART = 512
+EXACT_PART = 512
 
 
 class TritonAttention:
@@ -58,7 +58,7 @@ class _Step:
             # Not the lengths there are: what a row can ever hold.
             longest = tables.block_tables.shape[1] * tables.block_size
             self._split: DecodeSplit = (
-                fixed_split(longest, _EXACT_PART) if exact else even_split(batch, shape.num_kv_heads, longest)
+                fixed_split(longest, EXACT_PART) if exact else even_split(batch, shape.num_kv_heads, longest)
             )
             self._workspace = DecodeWorkspace.make(
                 batch, shape.num_heads, shape.head_dim, self._split, tables.lengths.device
@@ -77,7 +77,7 @@ class _Step:
             prefill_attention(
                 q, cache.keys[layer], cache.values[layer], layout.tables.block_tables,
                 layout.columns.rows, layout.columns.columns, out,
-                scale=shape.scale, window=shape.windows[layer], split_tokens=_EXACT_PART if self._exact else 0,
+                scale=shape.scale, window=shape.windows[layer], split_tokens=EXACT_PART if self._exact else 0,
             )  # fmt: skip
         if layout.decode is not None:
             decode_attention(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from executor_svc.attention.triton_paged import EXACT_PART
 from executor_svc.buffers import RowState
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.kernels.activation import silu_mul
@@ -94,6 +96,7 @@ def compile_instead(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, 
             "warps": kernel.metadata.num_warps,
             "shared": kernel.metadata.shared,
             "target": next(line for line in kernel.asm["ptx"].splitlines() if line.startswith(".target")),
+            "flags": {name: value for name, value in constants.items() if isinstance(value, bool)},
             "early": _early(kernel.asm["ptx"]),
             "instructions": [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, kernel.asm["ptx"])],
             **_resources(kernel.asm["cubin"]),
@@ -120,7 +123,10 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(fields["REG"]), "stack": int(fields["STACK"]), "local": int(fields["LOCAL"])}
 
 
-def decode(dim: int, split: DecodeSplit, *, dtype: torch.dtype = torch.bfloat16, window: int = 0) -> None:
+def decode(
+    dim: int, split: DecodeSplit, *, dtype: torch.dtype = torch.bfloat16, window: int = 0, is_mixed: bool = False
+) -> None:
+    """is_mixed: the step has chunks of prompts too, so that the rows that decode are told by an index."""
     heads, kv_heads, batch = 32, 8, 4
     q = torch.empty(batch, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
     cache = torch.empty(2, 9, 16, kv_heads, dim, dtype=dtype)
@@ -129,6 +135,7 @@ def decode(dim: int, split: DecodeSplit, *, dtype: torch.dtype = torch.bfloat16,
         torch.empty(batch, dtype=torch.int64), torch.empty(batch, heads, dim, dtype=dtype),
         scale=dim**-0.5, window=window, split=split,
         workspace=DecodeWorkspace.make(batch, heads, dim, split, q.device),
+        index=torch.empty(batch, dtype=torch.int64) if is_mixed else None,
     )  # fmt: skip
 
 
@@ -155,11 +162,20 @@ def between_products(dim: int, hidden: int, *, has_norms: bool) -> None:
     write_kv(qkv[:, 32:40], qkv[:, 40:], tokens, cache, cache, 48)
 
 
-def sampling(batch: int, *, is_random: bool, has_penalties: bool) -> None:
-    device = CpuDevice(threads=1)
-    state = RowState(device, batch, 4, 9, 128256)
+def write_exact(dim: int) -> None:
+    """What exact numerics launch beside attention."""
+    tokens, cache = torch.empty(4, dtype=torch.int64), torch.empty(64, 8, dim)
+    k, v = torch.empty(2, 4, 8, dim)
+    write_kv(k, v, tokens, cache, cache, 48)
+
+
+def sampling(batch: int, *, is_full: bool) -> None:
+    """A graph's, which finds its slots by the cursor, and those launched one by one: of all rows and of a few, whose
+    tokens the caller puts into the ring."""
+    device, most = CpuDevice(threads=1), 64
+    state = RowState(device, most, 64, 9, 128256)
     device.close()
-    if has_penalties:
+    if is_full:
         state.output_counts = torch.empty(1, dtype=torch.int32)
         state.in_prompt = state.stops = torch.empty(1, dtype=torch.bool)
         state.bias = torch.empty(1)
@@ -167,9 +183,10 @@ def sampling(batch: int, *, is_random: bool, has_penalties: bool) -> None:
     logits = torch.empty(batch, 128256, dtype=torch.bfloat16)
     cache = KvCache(KvShape(1, 8, 64, 16, torch.bfloat16), 1, lambda size, dtype: torch.empty(size, dtype=dtype))
     decode_inputs(rows, state, cache)
-    decode_inputs(torch.empty(3, batch, dtype=torch.int64), state, cache, rows)
-    ring = torch.empty(3, 2, batch, dtype=torch.int64), rows
-    sample_step(logits, rows, rows, state, is_random=is_random, has_penalties=has_penalties, out=ring)
+    decode_inputs(torch.empty(3, most, dtype=torch.int64)[:, :batch], state, cache, torch.empty(1, dtype=torch.int64))
+    ring = torch.empty(3, 2, most, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
+    for out in (ring, None):
+        sample_step(logits, rows, rows, state, is_random=is_full, has_penalties=is_full, out=out)
 
 
 def early(case: Callable[[], None]) -> Callable[[], None]:
@@ -196,25 +213,45 @@ def products() -> None:
         skinny(2048, 8192, config)
 
 
+def decode_early() -> None:
+    for is_mixed in (False, True):
+        decode(64, even_split(1, 8, 4096), is_mixed=is_mixed)
+
+
+def decode_cases() -> dict[str, Callable[[], None]]:
+    exact = {"split": fixed_split(4096, EXACT_PART), "dtype": torch.float32}
+    kinds: dict[str, dict[str, Any]] = {
+        "l1b": {"dim": 64, "split": even_split(1, 8, 4096)},
+        "l8b": {"dim": 128, "split": even_split(1, 8, 4096)},
+        "one part": {"dim": 128, "split": DecodeSplit(1)},
+        "window": {"dim": 128, "split": DecodeSplit(2), "window": 1024},
+        "exact": {"dim": 128, **exact},
+        "exact, window": {"dim": 128, "window": 1024, **exact},
+    }
+    cases: dict[str, Callable[[], None]] = {}
+    for kind, told in kinds.items():
+        cases[f"decode, {kind}"] = partial(decode, **told)
+        cases[f"decode, {kind}, mixed"] = partial(decode, **told, is_mixed=True)
+    return cases
+
+
 CASES: dict[str, Callable[[], None]] = {
-    "decode, l1b": lambda: decode(64, even_split(1, 8, 4096)),
-    "decode, l8b": lambda: decode(128, even_split(1, 8, 4096)),
-    "decode, one part": lambda: decode(128, DecodeSplit(1)),
-    "decode, window": lambda: decode(128, DecodeSplit(2), window=1024),
-    "decode, exact": lambda: decode(128, fixed_split(4096, 1024), dtype=torch.float32),
+    **decode_cases(),
     "prefill, l1b": lambda: prefill(64),
     "prefill, l8b": lambda: prefill(128),
     "prefill, window": lambda: prefill(128, window=1024),
     "prefill, float32": lambda: prefill(128, dtype=torch.float32),
-    "prefill, exact": lambda: prefill(128, dtype=torch.float32, split=1024),
+    "prefill, exact": lambda: prefill(128, dtype=torch.float32, split=EXACT_PART),
+    "prefill, exact, window": lambda: prefill(128, dtype=torch.float32, split=EXACT_PART, window=1024),
+    "write, exact": lambda: write_exact(128),
     "between products, l1b": lambda: between_products(64, 2048, has_norms=False),
     "between products, l8b": lambda: between_products(128, 4096, has_norms=True),
-    "sampling, greedy": lambda: sampling(1, is_random=False, has_penalties=False),
-    "sampling, full": lambda: sampling(64, is_random=True, has_penalties=True),
+    "sampling, greedy": lambda: sampling(1, is_full=False),
+    "sampling, full": lambda: sampling(64, is_full=True),
     **{f"skinny, {c}": lambda c=c: skinny(2048, 8192, c) for c in candidates_for(1)},  # type: ignore[misc]
-    "early, attention": early(lambda: decode(64, even_split(1, 8, 4096))),
+    "early, attention": early(decode_early),
     "early, between products": early(lambda: between_products(64, 2048, has_norms=False)),
-    "early, sampling": early(lambda: sampling(64, is_random=True, has_penalties=True)),
+    "early, sampling": early(lambda: sampling(64, is_full=True)),
     "early, products": early(products),
 }
 

@@ -46,12 +46,42 @@ def test_every_case_compiles_within_a_multiprocessor(compiled: dict[str, list[di
             assert kernel["stack"] <= MAX_STACK and kernel["local"] == 0, told
 
 
-@pytest.mark.parametrize("name", ["decode, l1b", "decode, l8b"])
+def test_every_kernel_compiles_with_each_of_its_flags_on_and_off(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    """So that no way to launch is left out. Sampling is greedy or has all that a row may have: nothing in between."""
+    seen: dict[str, dict[str, set[bool]]] = {}
+    for kernels in compiled.values():
+        for kernel in kernels:
+            for flag, value in kernel["flags"].items():
+                seen.setdefault(kernel["kernel"], {}).setdefault(flag, set()).add(value)
+    missing = {
+        (kernel, flag, value)
+        for kernel, flags in seen.items()
+        for flag, values in flags.items()
+        for value in {True, False} - values
+    }
+    assert missing == {("draw_kernel", "HAS_PENALTIES", False)}
+    ways = {
+        (kernel["flags"]["IS_RANDOM"], kernel["flags"]["HAS_PENALTIES"], kernel["flags"]["HAS_OUT"])
+        for kernels in compiled.values()
+        for kernel in kernels
+        if kernel["kernel"] == "commit_kernel"
+    }
+    assert ways == {(full, full, has_out) for full in (True, False) for has_out in (True, False)}
+
+
+# Few rows leave the wide unit of a warp group mostly idle: a row that decodes takes a warp's.
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        *((f"decode, {model}{mixed}", {"wgmma", "mma.sync"}) for model in ("l1b", "l8b") for mixed in ("", ", mixed")),
+        *((f"prefill, {kind}", {"wgmma"}) for kind in ("l1b", "l8b", "window")),
+    ],
+)
 def test_attention_of_half_precision_uses_the_matrix_units(
-    compiled: dict[str, list[dict[str, Any]]], name: str
+    compiled: dict[str, list[dict[str, Any]]], name: str, units: set[str]
 ) -> None:
     kernel = compiled[name][0]
-    assert {"wgmma", "mma.sync"} & set(kernel["instructions"]), kernel
+    assert units & set(kernel["instructions"]), kernel
     assert "cp.async of 16" in kernel["instructions"], kernel
 
 
