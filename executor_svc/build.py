@@ -115,8 +115,9 @@ def build_runner(
 ) -> Runner:
     """`model` was built with `ops` and lies on `device`. Zeros mean: measured, or the model's own.
 
-    `buckets`: decode batch sizes with a graph, ascending; None: powers of two on CUDA, none on the CPU, where padding
-    costs and a replay saves nothing. `attention_backend`: a name, or one made elsewhere. Raises ConfigError.
+    `buckets`: decode batch sizes with a graph, ascending; None: those of `default_buckets` on CUDA,
+    none on the CPU, where padding costs and a replay saves nothing. `attention_backend`: a name, or one made elsewhere.
+    Raises ConfigError.
     """
     say: Progress = progress or (lambda what, done, total: None)
     config = model.config
