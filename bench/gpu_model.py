@@ -3,7 +3,7 @@
 `reference`: bfloat16 as served against transformers in float32 with the same weights. Right: the logprobs' error is at
 most MARGIN times that of transformers' own bfloat16, and a graph's tokens are those of the same step without it.
 `exact`: tokens are those of float32 transformers but for near-ties, and the same whatever the depth, the chunks, the
-company, with graphs and without.
+company, with graphs and without; once with torch's attention, once with the kernels'.
 """
 
 import itertools
@@ -75,8 +75,8 @@ def check_reference(directory: Path, values: dict[str, Any], device: str, sizes:
     whole, replayed = _play(runner, plain, 2, MAX_SEQS, 64), _seen(runner, requests)
     runner = build(model, ops, device, ())
     whole_eager, eager = _play(runner, plain, 2, MAX_SEQS, 64), _seen(runner, requests)
-    # No kernel of ours adds in an order that varies, nor does the library on one stream, and `settle` chose the products
-    # once for all runners: steps of the same shapes give the same bits. So no tolerance.
+    # No kernel of ours adds in an order that varies, nor does the library on one stream, and `settle` chose the
+    # products once for all runners: steps of the same shapes give the same bits. So no tolerance.
     different = _different(replayed, eager) + sum(
         a != b for x, y in zip(whole, whole_eager, strict=True) for a, b in zip(x, y, strict=True)
     )
@@ -131,23 +131,30 @@ def check_exact(directory: Path, values: dict[str, Any], device: str, sizes: Siz
             random_requests(1, length, seeded, vocab, i) if i % 2 else _greedy(1, length, sizes.output, vocab, i)
         )
     greedy = [i for i in range(len(requests)) if i % 2 == 0]
-    graphs = build(model, ops, device, BUCKETS)
-    alone = _play(graphs, requests, 1, 1, 0)
-    wrong = Judge(model, values).differences([requests[i] for i in greedy], [alone[i] for i in greedy])
-    rows: list[Row] = [
-        {
-            "what": "check", "name": "float32 against transformers, greedy tokens but for near-ties",
-            "tokens": len(greedy) * sizes.output, "different": wrong, "right": wrong == 0,
-            "products": ops.products.value if isinstance(ops, ExactOps) else "",
-        }
-    ]  # fmt: skip
-    for depth, chunk in itertools.product(sizes.depths, sizes.chunks):
-        got = _play(graphs, requests, depth, MAX_SEQS, chunk)
-        rows.append(_same(f"exact: {MAX_SEQS} at once, depth {depth}, chunk {chunk or 'none'}", got, alone))
-    graphs.close()
-    eager = build(model, ops, device, ())
-    rows.append(_same("exact: without graphs", _play(eager, requests, 2, MAX_SEQS, 0), alone))
-    eager.close()
+    judge = Judge(model, values)
+    rows: list[Row] = []
+    for backend, depths, chunks in (
+        ("exact", sizes.depths, sizes.chunks),
+        ("triton", sizes.depths[-1:], sizes.chunks[-1:]),  # bits hang on the kernels alone: one company shows it
+    ):
+        graphs = build(model, ops, device, BUCKETS, backend)
+        alone = _play(graphs, requests, 1, 1, 0)
+        wrong = judge.differences([requests[i] for i in greedy], [alone[i] for i in greedy])
+        rows.append(
+            {
+                "what": "check", "name": f"float32 ({backend}) against transformers, greedy tokens but for near-ties",
+                "tokens": len(greedy) * sizes.output, "different": wrong, "right": wrong == 0,
+                "products": ops.products.value if isinstance(ops, ExactOps) else "",
+            }
+        )  # fmt: skip
+        for depth, chunk in itertools.product(depths, chunks):
+            got = _play(graphs, requests, depth, MAX_SEQS, chunk)
+            name = f"{backend}: {MAX_SEQS} at once, depth {depth}, chunk {chunk or 'none'}"
+            rows.append(_same(name, got, alone))
+        graphs.close()
+        eager = build(model, ops, device, (), backend)
+        rows.append(_same(f"{backend}: without graphs", _play(eager, requests, 2, MAX_SEQS, 0), alone))
+        eager.close()
     return rows
 
 
@@ -184,8 +191,10 @@ def load(directory: Path, numerics: str, dtype: torch.dtype, device: str) -> tup
     return load_model(read_model(directory, dummy=True), dtype=dtype, device=where, ops=ops, max_positions=1024), ops
 
 
-def build(model: Decoder, ops: FastOps | ExactOps, device: str, buckets: tuple[int, ...]) -> Runner:
+def build(
+    model: Decoder, ops: FastOps | ExactOps, device: str, buckets: tuple[int, ...], backend: str = "auto"
+) -> Runner:
     return build_runner(
         model, ops=ops, device=make_device(device), num_blocks=1024, max_num_seqs=MAX_SEQS, max_tokens_per_step=512,
-        max_context=1024, buckets=buckets,
+        max_context=1024, buckets=buckets, attention_backend=backend,
     )  # fmt: skip

@@ -38,10 +38,15 @@ class Options:
         return "cpu" if self.rehearse else "cuda"
 
 
-def _kernels(options: Options, emit: Emit) -> None:
+def _interpret(options: Options) -> None:
+    """A rehearsal's kernels run in Triton's interpreter."""
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is loaded
         import_module("tests.interpreter")  # which teaches it what it lacks
+
+
+def _kernels(options: Options, emit: Emit) -> None:
+    _interpret(options)
     import torch
 
     from bench import gpu_kernels
@@ -51,6 +56,7 @@ def _kernels(options: Options, emit: Emit) -> None:
 
 
 def _model(options: Options, emit: Emit) -> None:
+    _interpret(options)
     from bench import gpu_model
 
     sizes = gpu_model.REHEARSED if options.rehearse else gpu_model.Sizes()

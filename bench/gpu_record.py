@@ -42,8 +42,9 @@ SECTIONS: Final = {
         ("name", "right", "error_rms", "library_error_rms", "different", "different_without_graphs",
          "different_unpadded", "different_launched_early", "products"),
         "`error_rms`: of logprobs, against transformers in float32; `library_error_rms`: that of transformers in "
-        "bfloat16. `different_without_graphs`: tokens of graphs against those of the same steps launched one by one, all "
-        "of the same shapes: none may differ; `different_unpadded`: padded steps may where two tokens are all but equal.",
+        "bfloat16. `different_without_graphs`: tokens of graphs against those of the same steps launched one by one, "
+        "all of the same shapes: none may differ; `different_unpadded`: padded steps may, where two tokens are all but "
+        "equal.",
     ),
     "start-up": ("Start-up, seconds from the first to the last line in the log", ("model", "seconds", "log"), ""),
     "memory": ("The device once the service stands", ("model", "device"), ""),

@@ -31,7 +31,7 @@ def test_a_rehearsal_from_the_first_line_to_the_record(tmp_path: Path) -> None:
     results = told["results"]
     assert [ending["ended"] for ending in results["endings"]] == ["well"] * 3
     assert len(results["kernels"]) > 8
-    assert [row["right"] for row in results["model"]] == [True] * 7
+    assert [row["right"] for row in results["model"]] == [True] * 10
     rows = results["l1b"]
     assert {row["workload"] for row in rows if row["what"] == "table"} == {"G1", "G2", "G3", "G4"}
     (start,) = [row for row in rows if row["what"] == "start-up"]
