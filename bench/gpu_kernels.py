@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from bench.gpu_attention import decode, prefill
 from bench.gpu_layers import layers
 from bench.gpu_report import Part, Row, Shape, Sizes, error_of, make_row, random_bf16
+from bench.gpu_step import inputs, writes
 from bench.gpu_timing import Bounds, measure_bounds, time_us
 from executor_svc.buffers import RowState
 from executor_svc.build import make_device
@@ -20,12 +21,15 @@ from executor_svc.models.rope import rotate
 from executor_svc.rows import RowNeeds
 from executor_svc.sampler import SamplePlan, sample
 
+MASKED = RowNeeds.BIAS | RowNeeds.MIN_TOKENS
+
 SIZES = Sizes(
     shapes=(
         Shape("l1b", 32, 8, 64, 2048, 8192, 128256),
         Shape("l8b", 32, 8, 128, 4096, 14336, 128256),
     ),
     decode=((1, 384), (1, 8192), (8, 32768), (64, 768), (256, 640)),
+    fixed=((1, 8192), (64, 768)),
     prefill=((1, 2048, 0), (4, 512, 0), (1, 512, 4096)),
     tokens=(1, 64, 256, 2048),
     rows=(1, 4, 16),
@@ -54,6 +58,7 @@ def run(device: torch.device, sizes: Sizes = SIZES, emit: Callable[[Row], None] 
 REHEARSED = Sizes(
     shapes=(Shape("tiny", 4, 2, 16, 64, 96, 128),),
     decode=((2, 40),),
+    fixed=((2, 40),),
     prefill=((2, 8, 16),),
     tokens=(2,),
     rows=(2,),
@@ -123,14 +128,24 @@ def _sampling(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) 
         logits = torch.randn(count, shape.vocab, device=device) * 3
         status = torch.ones_like(rows)
         state.ints[:, 0] = torch.arange(count + 1, device=device) * 7919
+        _fill_changes(state, device)
         for name, needs, values, top_k in (
             ("greedy", RowNeeds.NONE, (0.0, 1.0, 0.0, 1.0, 0.0, 0.0), 0),
             ("random", RowNeeds.RANDOM, (0.8, 1.0, 0.0, 1.0, 0.0, 0.0), 0),
             ("top-k 50, top-p 0.9", RowNeeds.RANDOM | RowNeeds.FILTER, (0.8, 0.9, 0.0, 1.0, 0.0, 0.0), 50),
+            ("penalties", RowNeeds.PENALTIES, (0.0, 1.0, 0.0, 1.3, 0.4, 0.3), 0),
+            ("bias, min tokens", MASKED, (0.0, 1.0, 0.0, 1.0, 0.0, 0.0), 0),
+            (
+                "penalties, bias, min tokens, top-k 50, top-p 0.9",
+                RowNeeds.RANDOM | RowNeeds.FILTER | RowNeeds.PENALTIES | MASKED,
+                (0.8, 0.9, 0.0, 1.3, 0.4, 0.3),
+                50,
+            ),
         ):
             state.floats[:] = torch.tensor(values, device=device)
             state.ints[:, 1] = top_k
-            plan = SamplePlan(needs, rows if needs & RowNeeds.FILTER else None)
+            state.changes[:] = int(needs & (RowNeeds.PENALTIES | MASKED))
+            plan = SamplePlan(needs, rows if needs & RowNeeds.FILTER else None, rows if needs & MASKED else None)
 
             def library(logits: torch.Tensor = logits, rows: torch.Tensor = rows, state: RowState = state,
                         plan: SamplePlan = plan) -> torch.Tensor:  # fmt: skip
@@ -139,16 +154,31 @@ def _sampling(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) 
             def fused(logits: torch.Tensor = logits, rows: torch.Tensor = rows, state: RowState = state,
                       status: torch.Tensor = status, plan: SamplePlan = plan) -> torch.Tensor:  # fmt: skip
                 is_random = bool(plan.needs & RowNeeds.RANDOM)
-                return sample_step(logits, rows, status, state, is_random=is_random, has_penalties=False)[0]
+                has_penalties = bool(plan.needs & (RowNeeds.PENALTIES | MASKED))
+                return sample_step(logits, rows, status, state, is_random=is_random, has_penalties=has_penalties)[0]
 
             want = library()  # before the kernels, which commit
             error = float((fused() != want).float().mean())
             us, torch_us = time_us([fused]), time_us([library])
+            # Logits; a count and whether it is in the prompt; a bias and whether it stops.
+            size = 4 + 5 * bool(needs & RowNeeds.PENALTIES) + 5 * bool(needs & MASKED)
             yield make_row(
                 "sampling", shape, f"{count}, {name}", us, torch_us, error,
-                logits.numel() * 4 / bounds.bytes_per_s * 1e6,
+                logits.numel() * size / bounds.bytes_per_s * 1e6,
             )  # fmt: skip
     owner.close()
+
+
+def _fill_changes(state: RowState, device: torch.device) -> None:
+    """A tenth of the tokens came before, half may not be taken, a third can not end the row, ever."""
+    counts, in_prompt = state.ensure_penalties()
+    counts.copy_(torch.rand(counts.shape, device=device) < 0.1)
+    in_prompt.copy_(torch.rand(in_prompt.shape, device=device) < 0.1)
+    bias, stops = state.ensure_masks()
+    bias.copy_(torch.randn(bias.shape, device=device))
+    bias.masked_fill_(torch.rand(bias.shape, device=device) < 0.5, float("-inf"))
+    stops.copy_(torch.rand(stops.shape, device=device) < 0.3)
+    state.min_length.fill_(1 << 40)
 
 
 def _skinny(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) -> Iterator[Row]:
@@ -176,4 +206,4 @@ def _skinny(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) ->
             )  # fmt: skip
 
 
-PARTS: tuple[Part, ...] = (decode, prefill, _between_products, _sampling, _skinny, layers)
+PARTS: tuple[Part, ...] = (decode, prefill, _between_products, inputs, writes, _sampling, _skinny, layers)

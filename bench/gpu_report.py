@@ -12,6 +12,8 @@ from bench.gpu_timing import Bounds
 SPREAD_BYTES = 512 << 20
 # Of the size of what is wanted, in bfloat16.
 TOLERANCE = 2e-2
+# The same in float32.
+EXACT_TOLERANCE = 1e-4
 
 Row = dict[str, Any]
 
@@ -43,10 +45,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. decode: (batch, context); prefill: (chunks, tokens of each, cached before each)."""
+    """What is measured. decode, and fixed, in exact numerics: (batch, context); prefill: (chunks, tokens of each,
+    cached before each)."""
 
     shapes: tuple[Shape, ...]
     decode: tuple[tuple[int, int], ...]
+    fixed: tuple[tuple[int, int], ...]
     prefill: tuple[tuple[int, int, int], ...]
     tokens: tuple[int, ...]
     rows: tuple[int, ...]

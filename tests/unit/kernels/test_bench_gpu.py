@@ -9,6 +9,7 @@ import bench.gpu
 import bench.gpu_attention
 import bench.gpu_kernels
 import bench.gpu_layers
+import bench.gpu_step
 from bench.gpu_report import Row
 from bench.gpu_timing import Bounds
 from tests.interpreter import DEVICE
@@ -25,14 +26,15 @@ def test_each_kernel_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> No
         calls[0]()
         return 1.0
 
-    for module in (bench.gpu_kernels, bench.gpu_attention, bench.gpu_layers):
+    for module in (bench.gpu_kernels, bench.gpu_attention, bench.gpu_layers, bench.gpu_step):
         monkeypatch.setattr(module, "time_us", run_once)
     monkeypatch.setattr(bench.gpu_kernels, "measure_bounds", lambda device: Bounds(1e12, 1e15))
     emitted: list[Row] = []
     rows = bench.gpu_kernels.run(DEVICE, bench.gpu_kernels.REHEARSED, emitted.append)
     assert {row["kernel"] for row in rows} == {
-        "bounds", "decode attention", "prefill attention", "norm and residual", "gate", "rotation and write",
-        "sampling", "skinny product", "layers, launched early",
+        "bounds", "decode attention", "decode attention, exact", "prefill attention", "norm and residual",
+        "gate", "rotation and write", "step inputs", "cache write", "sampling", "skinny product",
+        "layers, launched early",
     }  # fmt: skip
     assert [row for row in rows if row.get("right") is False] == []
     assert emitted == rows
