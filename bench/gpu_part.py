@@ -99,7 +99,7 @@ def _extent(shape: str, options: Options) -> dict[str, Any]:
     if shape == "l8b":
         return {
             "workloads": WORKLOADS, "repeats": {"G3": 2, "G4": 1}, "compared": ("G2",), "compared_repeats": 1,
-            "watched": ("G3",), "alone": ("G1", "G2"), "alone_repeats": 2, "clients": options.clients,
+            "watched": ("G2", "G3"), "alone": ("G1", "G2"), "alone_repeats": 2, "clients": options.clients,
         }  # fmt: skip
     return {"workloads": WORKLOADS, "repeats": {}, "compared": ("G1", "G2", "G3"), "clients": options.clients}
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from bench.gpu_shapes import PEER
+from bench.gpu_shapes import IDLE_GOAL_US, PEER, SPLIT_GOAL_PERCENT, VECTOR_GOAL_TB_PER_S
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -13,11 +13,12 @@ SECTIONS: Final = {
     "table": (
         "Through the public API",
         ("model", "workload", "unit", "value", "vllm", "of_vllm", "floor", "of_floor", "goal", "reached",
-         "output_tokens_per_s", "ms_per_token", "alone_tokens_per_s", "split_cost_percent", "ttft_ms", "gap_ms",
-         "cpu_us_per_token", "client_cpu_share", "runs"),
+         "output_tokens_per_s", "ms_per_token", "alone_tokens_per_s", "split_cost_percent", "split_reached",
+         "ttft_ms", "gap_ms", "cpu_us_per_token", "client_cpu_share", "runs"),
         f"vllm, floor: {PEER} Ratios above 1 are ahead of it. `runs`: wall seconds, of which the one in the middle "
         "counts, from the first request sent to the last token received; `ms_per_token` and `split_cost_percent` hold "
-        "for that whole wall, too. `cpu_us_per_token`: what each process spent, prompts included.",
+        f"for that whole wall, too; `split_reached`: at most {SPLIT_GOAL_PERCENT:.0f} %. `cpu_us_per_token`: what each "
+        "process spent, prompts included.",
     ),
     "depth": (
         "Other pipeline depths",
@@ -32,10 +33,10 @@ SECTIONS: Final = {
     ),
     "steps": (
         "Device idle before steps that only decode, after one that did too",
-        ("model", "workload", "pipeline_depth", "steps", "steady_steps", "graph_steps", "lost", "idle_us", "device_us",
-         "idle_share", "histogram_us", "round_trip_us", "cached_tokens"),
-        "Goal: p50 at most 10 µs, p99 at most 50 µs in G2 and G3. Events on the device, not host clocks; a run of its "
-        "own, watched through Admin.WatchSteps.",
+        ("model", "workload", "pipeline_depth", "steps", "steady_steps", "graph_steps", "lost", "idle_us", "reached",
+         "device_us", "idle_share", "histogram_us", "round_trip_us", "cached_tokens"),
+        f"`reached`: p50 at most {IDLE_GOAL_US['p50']:.0f} µs, p99 at most {IDLE_GOAL_US['p99']:.0f} µs. Events on the "
+        "device, not host clocks; a run of its own, watched through Admin.WatchSteps.",
     ),
     "check": (
         "Checks",
@@ -50,9 +51,10 @@ SECTIONS: Final = {
     "memory": ("The device once the service stands", ("model", "device"), ""),
 }  # fmt: skip
 KERNELS: Final = (
-    "kernel", "model", "what", "us", "torch_us", "ratio", "of_bound", "error", "right", "tb_per_s", "torch_tb_per_s",
-    "tflop_per_s", "bytes_per_s", "flops_per_s", "best", "by_rule_us",
+    "kernel", "model", "what", "us", "torch_us", "ratio", "of_bound", "error", "right", "tb_per_s", "reached",
+    "torch_tb_per_s", "tflop_per_s", "bytes_per_s", "flops_per_s", "best", "by_rule_us",
 )  # fmt: skip
+KERNELS_NOTE: Final = f"`reached`: products of one row, at least {VECTOR_GOAL_TB_PER_S} TB/s."
 
 
 def record(conditions: Row, results: dict[str, list[Row]]) -> str:
@@ -64,7 +66,7 @@ def record(conditions: Row, results: dict[str, list[Row]]) -> str:
     lines += ["## Wrong", "", *(f"- {shown(row)}" for row in wrong), ""] if wrong else []
     for what, (title, columns, note) in SECTIONS.items():
         lines += table(title, [row for row in rows if row.get("what") == what], columns, note)
-    lines += table("Kernels", [row for row in rows if "kernel" in row], KERNELS)
+    lines += table("Kernels", [row for row in rows if "kernel" in row], KERNELS, KERNELS_NOTE)
     setups = [row for row in rows if row.get("what") == "setup"]
     lines += table("Set-up", setups, [name for name in setups[0] if name != "what"] if setups else [])
     return "\n".join(lines).rstrip()

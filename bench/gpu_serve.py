@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bench.gpu_executor import Replay
 from bench.gpu_load import Clients, Load, Outcome, percentiles
 from bench.gpu_services import Executor, Scheduler, Setup, device_memory, executor, scheduler
-from bench.gpu_shapes import GOALS
+from bench.gpu_shapes import GOALS, IDLE_GOAL_US, SPLIT_GOAL_PERCENT
 
 # Edges of the histogram of idle gaps, µs.
 EDGES: Final = (2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -132,6 +132,7 @@ def held_against(shape: str, name: str, outcome: Outcome, alone: Row | None) -> 
     if alone is not None:
         lost = 1.0 - outcome.output_tokens_per_s / alone["output_tokens_per_s"]
         row |= {"alone_tokens_per_s": alone["output_tokens_per_s"], "split_cost_percent": round(100 * lost, 2)}
+        row["split_reached"] = row["split_cost_percent"] <= SPLIT_GOAL_PERCENT
     return row
 
 
@@ -175,10 +176,12 @@ def gaps(seen: Sequence[Any]) -> Row:
     device: NDArray[np.float64] = np.array([value for _, value in steady])
     counts = np.bincount(np.searchsorted(EDGES, idle), minlength=len(EDGES) + 1)
     names = [*(f"<={edge}" for edge in EDGES), f">{EDGES[-1]}"]
+    idle_us = percentiles(idle)
     return {
         "steps": len(seen),
         "steady_steps": len(steady),
-        "idle_us": percentiles(idle),
+        "idle_us": idle_us,
+        "reached": all(idle_us[name] <= most for name, most in IDLE_GOAL_US.items()) if idle_us else None,
         "device_us": percentiles(device),
         "idle_share": round(float(idle.sum() / (idle.sum() + device.sum())), 4) if len(idle) else None,
         "histogram_us": dict(zip(names, counts.tolist(), strict=True)),

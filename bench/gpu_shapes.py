@@ -88,6 +88,10 @@ PEER: Final = (
     "2026-11-29, the same type of machine: one H200, bf16, random weights, greedy, full length. Floors: bytes and "
     "operations at 4.26 TB/s and 790 TFLOP/s measured there."
 )
+# Device idle before steady steps, µs; what the split may cost; bytes/s of a product of one row.
+IDLE_GOAL_US: Final = {"p50": 10.0, "p99": 50.0}
+SPLIT_GOAL_PERCENT: Final = 2.0
+VECTOR_GOAL_TB_PER_S: Final = 3.6
 GOALS: Final = {
     ("l1b", "G1"): Goal("ms/token", 2.44, 0.58, 0.95),
     ("l1b", "G2"): Goal("tok/s", 20230, 33000, 28000),

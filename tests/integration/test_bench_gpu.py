@@ -44,7 +44,9 @@ def test_a_rehearsal_from_the_first_line_to_the_record(tmp_path: Path) -> None:
     assert {row["pipeline_depth"] for row in rows if row["what"] == "depth"} == {1}
     assert {row["workload"] for row in rows if row["what"] == "alone"} == {"G1", "G2"}
     (row,) = [row for row in rows if row["what"] == "table" and row["workload"] == "G2"]
-    assert "split_cost_percent" in row
+    assert {"split_cost_percent", "split_reached"} <= row.keys()
+    assert isinstance(steps["reached"], bool)
+    assert any("reached" in row for row in results["kernels"])
     record = (tmp_path / "gpu.md").read_text()
     assert record.startswith("# bench.gpu\n")
     assert all(f"\n## {title}" in record for title in ("Through the public API", "Checks", "Kernels", "Start-up"))

@@ -47,7 +47,8 @@ def test_ratios_above_one_are_ahead_whichever_way_the_unit_runs() -> None:
     assert slower["of_vllm"] == 1.22 and slower["of_floor"] == 0.29 and not slower["reached"]
     faster = held_against("l8b", "G2", outcome(7300.0, 1.0), {"output_tokens_per_s": 7500.0})
     assert faster["of_vllm"] == 1.086 and faster["reached"]
-    assert faster["split_cost_percent"] == 2.67
+    assert faster["split_cost_percent"] == 2.67 and not faster["split_reached"]
+    assert held_against("l8b", "G2", outcome(7400.0, 1.0), {"output_tokens_per_s": 7500.0})["split_reached"]
     assert held_against("tiny", "G1", outcome(1.0, 1.0), None) == {}
 
 
@@ -67,7 +68,13 @@ def test_gaps_are_those_between_steps_that_only_decode() -> None:
     assert found["steady_steps"] == 3 and found["idle_us"]["p50"] == 7.0
     assert found["histogram_us"]["<=5"] == 1 and found["histogram_us"]["<=10"] == 2
     assert len(found["histogram_us"]) == len(EDGES) + 1 and found["lost"] == 1
-    assert gaps([])["idle_us"] == {}
+    assert gaps([])["idle_us"] == {} and gaps([])["reached"] is None
+
+
+def test_idle_gaps_are_held_against_their_goal() -> None:
+    assert gaps([step(i, 9) for i in range(5)])["reached"]
+    assert gaps([step(i, 11) for i in range(5)])["reached"] is False
+    assert gaps([step(i, 60 if i == 3 else 5) for i in range(5)])["reached"] is False
 
 
 def test_phases_of_a_log() -> None:
