@@ -110,4 +110,6 @@ def test_limits_are_checked() -> None:
     assert bench.gpu.limits(bench.gpu.parse(["--limit", "model=5"]))["model"] == 5.0
     with pytest.raises(SystemExit, match="PART=SECONDS"):
         bench.gpu.limits(bench.gpu.parse(["--limit", "models=5"]))
-    assert sum(bench.gpu.LIMITS.values()) <= 360, "six minutes in all"
+    around = bench.gpu.START_S + len(bench.gpu.LIMITS) * 2 * bench.gpu.STOP_S
+    assert sum(bench.gpu.LIMITS.values()) + around <= 360, "six minutes in all, starting and stopping with it"
+    assert bench.gpu.limits(bench.gpu.parse(["--rehearse"])) == dict.fromkeys(bench.gpu.LIMITS, bench.gpu.REHEARSE_S)
