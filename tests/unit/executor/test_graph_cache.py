@@ -34,7 +34,7 @@ def test_context_buckets_end_at_the_context() -> None:
     assert context_buckets(100) == (100,)
 
 
-def test_each_shape_is_made_largest_first_and_found() -> None:
+def test_each_shape_is_made_and_found() -> None:
     seen: list[GraphShape] = []
 
     def body(shape: GraphShape) -> tuple[torch.Tensor, ...]:
