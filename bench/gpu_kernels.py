@@ -160,7 +160,7 @@ def _sampling(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) 
 
             want = library()  # before the kernels, which commit
             error = float((fused() != want).float().mean())
-            us, torch_us = time_us([fused]), time_us([library])
+            us, torch_us = time_us([fused]), time_us([library], least_calls=4)  # milliseconds, where rows are many
             # Logits; a count and whether it is in the prompt; a bias and whether it stops.
             size = 4 + 5 * bool(needs & RowNeeds.PENALTIES) + 5 * bool(needs & MASKED)
             yield make_row(

@@ -7,7 +7,7 @@ company, with graphs and without; once with torch's attention, once with the ker
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -121,7 +121,7 @@ def _different(some: Sequence[Sequence[Seen]], others: Sequence[Sequence[Seen]])
     return sum(a.token != b.token for x, y in zip(some, others, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def check_exact(directory: Path, values: dict[str, Any], device: str, sizes: Sizes) -> list[Row]:
+def check_exact(directory: Path, values: dict[str, Any], device: str, sizes: Sizes) -> Iterator[Row]:
     model, ops = load(directory, "exact", torch.float32, device)
     vocab = values["vocab_size"]
     requests: list[Request] = []
@@ -132,7 +132,6 @@ def check_exact(directory: Path, values: dict[str, Any], device: str, sizes: Siz
         )
     greedy = [i for i in range(len(requests)) if i % 2 == 0]
     judge = Judge(model, values)
-    rows: list[Row] = []
     for backend, depths, chunks in (
         ("exact", sizes.depths, sizes.chunks),
         ("triton", sizes.depths[-1:], sizes.chunks[-1:]),  # bits hang on the kernels alone: one company shows it
@@ -140,22 +139,19 @@ def check_exact(directory: Path, values: dict[str, Any], device: str, sizes: Siz
         graphs = build(model, ops, device, BUCKETS, backend)
         alone = _play(graphs, requests, 1, 1, 0)
         wrong = judge.differences([requests[i] for i in greedy], [alone[i] for i in greedy])
-        rows.append(
-            {
-                "what": "check", "name": f"float32 ({backend}) against transformers, greedy tokens but for near-ties",
-                "tokens": len(greedy) * sizes.output, "different": wrong, "right": wrong == 0,
-                "products": ops.products.value if isinstance(ops, ExactOps) else "",
-            }
-        )  # fmt: skip
+        yield {
+            "what": "check", "name": f"float32 ({backend}) against transformers, greedy tokens but for near-ties",
+            "tokens": len(greedy) * sizes.output, "different": wrong, "right": wrong == 0,
+            "products": ops.products.value if isinstance(ops, ExactOps) else "",
+        }  # fmt: skip
         for depth, chunk in itertools.product(depths, chunks):
             got = _play(graphs, requests, depth, MAX_SEQS, chunk)
             name = f"{backend}: {MAX_SEQS} at once, depth {depth}, chunk {chunk or 'none'}"
-            rows.append(_same(name, got, alone))
+            yield _same(name, got, alone)
         graphs.close()
         eager = build(model, ops, device, (), backend)
-        rows.append(_same(f"{backend}: without graphs", _play(eager, requests, 2, MAX_SEQS, 0), alone))
+        yield _same(f"{backend}: without graphs", _play(eager, requests, 2, MAX_SEQS, 0), alone)
         eager.close()
-    return rows
 
 
 def _same(name: str, got: list[list[int]], want: list[list[int]]) -> Row:
