@@ -11,10 +11,22 @@ from executor_svc.build import make_device
 from executor_svc.kernels.decode_inputs import decode_inputs
 from executor_svc.kernels.kv_write import write_kv
 from executor_svc.kv_cache import KvCache, KvShape
-from tests.decode_inputs_reference import plain_decode_inputs
+from executor_svc.step_inputs import FINE, PADDING
 
 BLOCK_SIZE = 16
 MAX_BLOCKS = 128
+
+
+def plain_decode_inputs(idx: torch.Tensor, state: RowState, cache: KvCache) -> tuple[torch.Tensor, ...]:
+    """As executor_svc.kernels.decode_inputs without a cursor, by torch's operators: rows, positions, tokens, slots,
+    status."""
+    rows = state.effective(idx)
+    positions = state.length[rows] - 1
+    size = cache.shape.block_size
+    blocks = state.block_tables[rows, positions // size].long()
+    blocks = torch.where(rows == state.pad_row, cache.sink_block, blocks)
+    status = torch.where(rows == state.pad_row, PADDING, FINE)
+    return rows, positions, state.last_token[rows], blocks * size + positions % size, status
 
 
 def inputs(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) -> Iterator[Row]:

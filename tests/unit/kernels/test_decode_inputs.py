@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from bench.gpu_step import plain_decode_inputs
 from executor_svc.buffers import RowState
 from executor_svc.build import make_device
 from executor_svc.kernels.decode_inputs import decode_inputs
 from executor_svc.kv_cache import KvCache, KvShape
-from tests.decode_inputs_reference import plain_decode_inputs
 from tests.interpreter import DEVICE
 
 
