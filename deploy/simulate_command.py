@@ -167,9 +167,9 @@ def _workload(args: argparse.Namespace) -> Workload:
 
 def _check_nothing_is_drawn(args: argparse.Namespace) -> None:
     """Raises ConfigError for a flag that would shape drawn requests: those of a file have a shape."""
-    usual = _parser().parse_args([])
+    parser = _parser()
     for name in _DRAWN:
-        if getattr(args, name) != getattr(usual, name):
+        if getattr(args, name) != parser.get_default(name):
             raise ConfigError(f"{name}: goes with drawn requests; arrivals has them from a file", field=name)
 
 
