@@ -49,7 +49,6 @@ class Draft:
     admits: list[Admit] = field(default_factory=list)
     extends: list[Extend] = field(default_factory=list)
     prefills: list[tuple[int, int, int]] = field(default_factory=list)
-    prefill_tokens: int = 0
     sampling_prefills: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     leaders: list[Sequence] = field(default_factory=list)
@@ -73,12 +72,13 @@ class Draft:
         grant_rows, grant_indices, grant_blocks = self.grants or (EMPTY_U32, EMPTY_U32, EMPTY_U32)
         copy_sources, copy_targets = _columns(self.copies, 2)
         prefill_rows, prefill_starts, prefill_counts = _columns(sorted(self.prefills), 3)
+        prefill_tokens = sum([count for _, _, count in self.prefills])
         raw_logits_rows, raw_logits_positions = _columns(sorted(self.raw), 2) if self.raw else (EMPTY_U32, EMPTY_U32)
         plan = StepPlan(
             epoch=executor.epoch,
             step_id=self.step_id,
             sent_ns=now_ns,
-            num_tokens=self.prefill_tokens + num_decodes,
+            num_tokens=prefill_tokens + num_decodes,
             trace_context=trace_context,
             release=u32(executor.releases) if executor.releases else EMPTY_U32,
             admit=tuple(self.admits),
@@ -110,7 +110,7 @@ class Draft:
             decode_keys=decode.keys,
             prefill_keys=prefill_keys,
             decode_tokens=num_decodes,
-            prefill_tokens=self.prefill_tokens,
+            prefill_tokens=prefill_tokens,
             running=executor.num_running,
             waiting=waiting,
             free_blocks=executor.pool.available,

@@ -200,7 +200,6 @@ class Planner:
         if count <= 0:
             return
         draft.prefills.append((row, sequence.planned, count))
-        draft.prefill_tokens += count
         draft.tokens -= count
         sequence.planned += count
         rows.last_step[row] = draft.step_id
