@@ -3,7 +3,9 @@
 import random
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
+from bench.step_batch import Lengths
 from common.messages import ExecutorInfo, Hello, Sampling, Welcome, u32
 from common.model_files.catalog import resolve
 from executor_svc.config import ExecutorConfig
@@ -13,20 +15,37 @@ from executor_svc.step_executor import StepExecutor
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.messages import Submit
-from scheduler_svc.simulate.modelled_executor import ModelledExecutor
-from scheduler_svc.simulate.step_model import Cost, Shape, StepModel
+from scheduler_svc.simulate.step_model import Shape
+
+if TYPE_CHECKING:
+    from executor_svc.runner import Runner
 
 Line = dict[str, object]
 
 
-def build(model: str) -> StepExecutor:
-    """The CPU executor as it serves by default, but with one thread."""
-    config = ExecutorConfig(model=model, device="cpu", threads=1)
+def build(
+    model: str,
+    *,
+    threads: int = 1,
+    weights: str = "auto",
+    load_format: Literal["auto", "dummy"] = "auto",
+    num_blocks: int = 0,
+    pipeline_depth: int = 4,
+) -> "Runner":
+    """The CPU executor as it serves by default. `weights`: as weight_dtype; "torch": torch's own operations, where
+    others run in the CPU kernels. `num_blocks`: 0: measured. Raises ConfigError and ModelError."""
+    in_torch = weights == "torch"
+    config = ExecutorConfig(
+        model=model, load_format=load_format, device="cpu", threads=threads, num_blocks=num_blocks,
+        weight_dtype="auto" if in_torch else weights,  # type: ignore[arg-type]  # checked there
+        attention_backend="torch" if in_torch else "auto",
+    )  # fmt: skip
     prepare_environment(config.numerics)
     from executor_svc.assemble import build_executor  # torch, once the environment is prepared
 
     progress = LogProgress()
-    return build_executor(config, resolve(config.model, progress), 4, progress)
+    files = resolve(config.model, progress, load_format=config.load_format)
+    return build_executor(config, files, pipeline_depth, progress)
 
 
 def steps_of(executor: StepExecutor, levels: tuple[int, ...], seconds: float, longest: tuple[int, int]) -> list[Line]:
@@ -37,15 +56,7 @@ def steps_of(executor: StepExecutor, levels: tuple[int, ...], seconds: float, lo
     start = core.begin_epoch(executor_id)
     executor.begin_epoch(Hello(bytes(16), start.epoch, 1, 0, 0))
     core.executor_up(executor_id, start.epoch, Welcome(executor.incarnation, executor.info, 1, False, 0, 0), 0)
-    counting = ModelledExecutor(
-        StepModel(
-            name="none",
-            origin="derived",
-            costs=(Cost(base_us=1.0),),
-            executor=shape_of(executor.info),
-            conditions={},
-        )
-    )
+    lengths = Lengths(executor.info.num_rows)
     submits = _submits(executor.info.vocab_size, longest)
     found: list[Line] = []
     for level in levels:
@@ -55,7 +66,7 @@ def steps_of(executor: StepExecutor, levels: tuple[int, ...], seconds: float, lo
                 core.submit(next(submits), 0)
             record = core.schedule(executor_id, 0)
             assert record is not None
-            context = counting.execute(record.plan, 0).context_tokens
+            context = lengths.batch(record.plan).context_tokens
             begin = time.process_time_ns()
             result = executor.execute(record.plan, 0).wait()
             spent = time.process_time_ns() - begin

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from bench.gpu_report import EXACT_TOLERANCE, Row, Shape, Sizes, error_of, make_row, random_bf16
 from bench.gpu_timing import Bounds, time_us
+from bench.step_batch import attention_flops, causal_pairs
 from executor_svc.attention.triton_paged import EXACT_PART
 from executor_svc.kernels.decode_attention import (
     DecodeWorkspace,
@@ -126,7 +127,7 @@ def prefill(shape: Shape, sizes: Sizes, bounds: Bounds, device: torch.device) ->
                 own, keys, values, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=True
             )
 
-        flops = 4.0 * chunks * shape.heads * shape.dim * (count * before + count * (count + 1) / 2)
+        flops = attention_flops(shape.heads, shape.dim, chunks * causal_pairs(before, count))
         us = time_us([attend])
         yield make_row(
             "prefill attention", shape, f"{chunks} x {count} after {before}", us, time_us([library]), error,

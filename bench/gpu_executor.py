@@ -18,7 +18,8 @@ import numpy as np
 import uvloop
 
 from bench.gpu_load import Load, percentiles
-from bench.gpu_plans import Replayer, greedy, make_plans, random_requests
+from bench.plans import greedy, make_plans, random_requests
+from bench.replay import Replayer
 from common.config import load_config
 from common.messages import StepMode, StepResult
 from common.model_files.catalog import resolve

@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from bench.gpu_plans import Replayer, Request, Seen, make_plans, random_requests, seen_of, tokens_of
 from bench.gpu_reference import Judge
 from bench.gpu_serve import Emit, Row
 from bench.gpu_shapes import SHAPES, write_shape
+from bench.plans import Request, make_plans, random_requests
+from bench.replay import Replayer, Seen, seen_of, tokens_of
 from common.messages import Sampling
 from common.model_files.describe import read_model
 from executor_svc.build import build_runner, make_device, make_ops

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from bench.gpu_plans import Request
+from bench.plans import Request
 from executor_svc.loader.names import EMBEDDING, FINAL_NORM, HEAD, parts
 from executor_svc.models.decoder import Decoder
 

@@ -53,6 +53,10 @@ class DeviceStep:
         self._tables = RowTables(state.block_tables, state.length, cache.shape.block_size)
 
     @property
+    def model(self) -> Model:
+        return self._model
+
+    @property
     def has_kernels(self) -> bool:
         return self._kernels is not None
 

@@ -26,6 +26,7 @@ from executor_svc.staging import Stager
 from executor_svc.step_costs import StepCosts
 from executor_svc.step_executor import PlanRefused, refused
 from executor_svc.step_inputs import StepInputs, StepOutputs
+from executor_svc.step_model import Model
 from executor_svc.streams import Device, Event, Fence, Stream
 
 
@@ -115,6 +116,11 @@ class Runner:
             decode_row_ns=costs.row_ns,
             prefill_token_ns=costs.token_ns,
         )
+
+    @property
+    def model(self) -> Model:
+        """For reading."""
+        return self._step.model
 
     @property
     def incarnation(self) -> int:
