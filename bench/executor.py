@@ -13,8 +13,9 @@ same model in torch's own operations. Executors, loads and cases take turns, so 
 all of them. Start-up is not in the numbers.
 
 Of each: percentiles of a step; the bytes it must at least move (weights as held, keys and values read and written) and
-the operations it must do (bench/step_work.py), per second of all its time; beside them what the machine gave in the
-same minutes, memory read and bfloat16 products, and the share of both. A share over 1 is of what stayed in a cache.
+the operations it must do (bench/step_work.py), per second of all its time. Beside them the share of what the machine
+gave in the same minutes: memory read; as many bytes as the executor's weights, read time after time, part of which may
+stay in a cache; bfloat16 products.
 """
 
 import argparse
@@ -91,29 +92,35 @@ def _ticks(runner: Runner) -> int:
     return runner.model.library.ticks() if isinstance(runner.model, NativeDecoder) else 0
 
 
-def add_shares(found: dict[str, Any], machine: Machine) -> None:
-    """Of the machine's limits, wherever rates stand in `found`."""
-    limits = machine.summary()
-    if "gb_s" in found:
-        found["of_read"] = round(found["gb_s"] / limits["read_gb_s"]["median"], 3)
-        found["of_bf16"] = round(found["gflop_s"] / limits["bf16_gflop_s"]["median"], 3)
-    else:
+def weight_bytes(runner: Runner) -> int:
+    """That a step reads."""
+    size = StepSize.of(runner.model, runner.cache.shape)
+    return size.layer_bytes + size.head_bytes
+
+
+def add_shares(found: dict[str, Any], machine: Machine, reread: int) -> None:
+    """Of the machine's limits, wherever rates stand in `found`, which is of an executor whose steps read `reread`
+    bytes of weights."""
+    if "gb_s" not in found:
         for value in found.values():
-            add_shares(value, machine)
+            add_shares(value, machine, reread)
+        return
+    limits = machine.summary()
+    found["of_read"] = round(found["gb_s"] / limits["read_gb_s"]["median"], 3)
+    found["of_reread"] = round(found["gb_s"] / machine.again(reread)["median"], 3)
+    found["of_bf16"] = round(found["gflop_s"] / limits["bf16_gflop_s"]["median"], 3)
 
 
 def show(loads: Results, cases: Results, machine: Machine) -> None:
-    what = (
-        f"{'':<8}{'p50':>8}{'p95':>9}{'p99 ms':>9}{'out tok/s':>11}   GB/s, of read  GFLOP/s, of bf16   MB of weights"
-    )
+    what = f"{'':<8}{'p50':>8}{'p95':>9}{'p99 ms':>9}{'out tok/s':>11}   GB/s, of read, reread  GFLOP/s, of bf16"
     if loads:
-        print(f"{'load, its steps':<20} {what}, KV read, written")
+        print(f"{'load, its steps':<20} {what}   MB of weights, KV read, written")
     for name, by_weights in loads.items():
         for weights, by_kind in by_weights.items():
             for kind, r in by_kind.items():
                 print(_line(f"{name} {kind}, {r['steps']}", weights, r))
     if cases:
-        print(f"{'case, its steps':<20} {what}, KV read, written")
+        print(f"{'case, its steps':<20} {what}   MB of weights, KV read, written")
     for name, by_weights in cases.items():
         for weights, r in by_weights.items():
             print(_line(f"{name}, {r['steps']}", weights, r))
@@ -124,12 +131,12 @@ def show(loads: Results, cases: Results, machine: Machine) -> None:
 
 def _line(name: str, weights: str, r: dict[str, Any]) -> str:
     times = f"{r['p50_ms']:8.2f}{r['p95_ms']:9.2f}{r['p99_ms']:9.2f}{r['output_tokens_per_s']:11.1f}"
-    rates = f"{r['gb_s']:7.1f}{r['of_read']:9.0%}{r['gflop_s']:9.1f}{r['of_bf16']:9.0%}"
+    rates = f"{r['gb_s']:7.1f}{r['of_read']:9.0%}{r['of_reread']:8.0%}{r['gflop_s']:9.1f}{r['of_bf16']:9.0%}"
     moved = f"{r['weights_mb']:.1f}, {r['kv_read_mb']:.1f}, {r['kv_written_mb']:.2f}"
     return f"{name:<20} {weights:<8}{times}{rates}   {moved}"
 
 
-def held(runner: Runner) -> dict[str, Any]:
+def held(runner: Runner, machine: Machine) -> dict[str, Any]:
     """What one executor is."""
     size, info = StepSize.of(runner.model, runner.cache.shape), runner.info
     return {
@@ -137,6 +144,7 @@ def held(runner: Runner) -> dict[str, Any]:
         "layer_bytes": size.layer_bytes,
         "head_bytes": size.head_bytes,
         "kv_token_bytes": size.kv_token_bytes * size.config.num_layers,
+        "reread_gb_s": machine.again(weight_bytes(runner)),
         "measured_us": {
             "step": info.decode_step_ns // 1000, "row": info.decode_row_ns // 1000,
             "prompt_token": info.prefill_token_ns // 1000,
@@ -178,15 +186,17 @@ def main(argv: Sequence[str]) -> int:
         for weights in args.weights
     }
     gc.collect()
-    machine = Machine()
+    read = {weights: weight_bytes(runner) for weights, runner in runners.items()}
+    machine = Machine(read.values())
     loads = run_loads(runners, {name: WORKLOADS[name] for name in args.load}, args.depth, args.repeat, machine)
     cases = run_cases(runners, args.case, args.seconds, machine) if args.case else {}
-    for found in (loads, cases):
-        add_shares(found, machine)
+    for by_weights in (*loads.values(), *cases.values()):
+        for weights, found in by_weights.items():
+            add_shares(found, machine, read[weights])
     info = next(iter(runners.values())).info
     conditions = {
         "model": info.model_id,
-        "executors": {weights: held(runner) for weights, runner in runners.items()},
+        "executors": {weights: held(runner, machine) for weights, runner in runners.items()},
         "block_size": info.block_size,
         "num_blocks": info.num_blocks,
         "sampling": "greedy, full length",

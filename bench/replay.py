@@ -5,9 +5,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from common.messages import Hello, StepPlan, StepResult
 from executor_svc.step_executor import PendingStep, StepExecutor
 
@@ -23,12 +20,6 @@ class Replayed:
     def wall_s(self) -> float:
         """From the first launch to the last result."""
         return self.ends_ns[-1] / 1e9 if self.ends_ns else 0.0
-
-    @property
-    def step_ns(self) -> NDArray[np.int64]:
-        """Of each step: from the result before it (the first: from its launch) to its own, what a reader of tokens
-        waits for it. They add up to the wall."""
-        return np.diff(np.array(self.ends_ns, dtype=np.int64), prepend=0)
 
     @property
     def num_tokens(self) -> int:

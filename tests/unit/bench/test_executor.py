@@ -133,8 +133,10 @@ def test_what_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mean = sum(range(128, 256)) / 128 * 2 * 2 * 2 * 32 * 2
     assert whole["kv_read_mb"] == pytest.approx(mean / 1e6, abs=1e-3)
     case = told["results"]["cases"]["decode-2"]["torch"]
+    reread = told["conditions"]["executors"]["torch"]["reread_gb_s"]
     for found in (whole, case):
         assert found["of_read"] == pytest.approx(found["gb_s"] / limits["read_gb_s"]["median"], abs=1e-3)
+        assert found["of_reread"] == pytest.approx(found["gb_s"] / reread["median"], abs=1e-3)
         assert found["of_bf16"] == pytest.approx(found["gflop_s"] / limits["bf16_gflop_s"]["median"], abs=1e-3)
     assert executor.main(command) == 0
     lines = capsys.readouterr().out

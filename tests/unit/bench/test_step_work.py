@@ -1,5 +1,7 @@
 """What a step must move and compute, against sums done by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,14 +12,19 @@ from common.messages import Admit, StepPlan, u32
 from tests.contract.executors import native_runner, tiny_runner
 from tests.contract.plans import prefill
 
+
+def plan(step_id: int, num_tokens: int, **fields: Any) -> StepPlan:
+    return StepPlan(1, step_id, 0, num_tokens, **fields)
+
+
 ADMITS = tuple(Admit(row, row + 1, u32([1] * n), n, n, 0, u32([row]), greedy(9)) for row, n in ((0, 4), (1, 7)))
 # Row 0 computes its prompt and then decodes, row 1 takes three pieces for its own.
 PLANS = (
-    StepPlan(1, 1, 0, 7, admit=ADMITS, **prefill((0, 0, 4), (1, 0, 3))),
-    StepPlan(1, 2, 0, 2, **prefill((1, 3, 2))),
-    StepPlan(1, 3, 0, 3, decode_rows=u32([0]), **prefill((1, 5, 2))),
-    StepPlan(1, 4, 0, 2, decode_rows=u32([0, 1])),
-    StepPlan(1, 5, 0, 0, release=u32([0])),
+    plan(1, 7, admit=ADMITS, **prefill((0, 0, 4), (1, 0, 3))),
+    plan(2, 2, **prefill((1, 3, 2))),
+    plan(3, 3, decode_rows=u32([0]), **prefill((1, 5, 2))),
+    plan(4, 2, decode_rows=u32([0, 1])),
+    plan(5, 0, release=u32([0])),
 )
 
 
