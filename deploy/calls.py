@@ -3,21 +3,15 @@
 import contextlib
 import dataclasses
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from deploy.terminal import err, write_answer
+from deploy.terminal import err, print_json, write_answer
 from stepwire_client import Client, Completion, Delta, GenerateOptions, Generation, Message, StepwireError
 
 READINESS = "stepwire.v1.Inference"
 LIVENESS = "stepwire.liveness"
-
-
-def print_json(value: object) -> None:
-    """One line of JSON. Text stays readable; what a terminal could mistake is escaped by JSON itself."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
 def completion_json(answer: Completion) -> dict[str, Any]:

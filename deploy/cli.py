@@ -21,6 +21,8 @@ app = typer.Typer(
 )
 models = typer.Typer(help="Model files on this machine.", rich_markup_mode=None)
 app.add_typer(models, name="models")
+kernels = typer.Typer(help="The executor's CPU kernels on this machine.", rich_markup_mode=None)
+app.add_typer(kernels, name="kernels")
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
@@ -212,6 +214,25 @@ def models_path(
     model_commands.print_path(model, json)
 
 
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@kernels.command("build")
+def kernels_build(json: Json = False) -> None:
+    """Compile them for this processor unless that was done, and print where they are; else the first start does it."""
+    from deploy.kernel_commands import build_kernels
+
+    raise typer.Exit(build_kernels(json))
+
+
+@kernels.command("status")
+def kernels_status(json: Json = False) -> None:
+    """Say whether they are there, and if not, why; status 2 then."""
+    from deploy.kernel_commands import show_status
+
+    raise typer.Exit(show_status(json))
+
+
 # ------------------------------------------------------------------------------------------------------------ start
 
 
@@ -222,7 +243,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs a command; returns its exit status and never raises an Exception."""
-    if arguments in ([], ["models"]):  # a group alone
+    if arguments in ([], ["models"], ["kernels"]):  # a group alone
         arguments = [*arguments, "--help"]
     try:
         status = app(args=arguments, prog_name="stepwire", standalone_mode=False)

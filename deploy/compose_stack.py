@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,12 +28,6 @@ def docker(*args: str, timeout_s: float = 120, environment: Mapping[str, str] | 
     if done.returncode != 0:
         raise CommandFailed(f"docker {' '.join(args)}\n" + "\n".join(done.stdout.splitlines()[-25:]))
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Stack:

@@ -6,8 +6,9 @@
 #                          taken before the index's: `pip download torch -d deploy/wheels/cuda` brings all of a CUDA build
 #   an index               --build-arg TORCH_INDEX=URL; the default is PyTorch's index of CPU builds; empty: pip's own
 #                          index, whose build for Linux x86-64 is CUDA's
-# Kernels are built where they run, so the image has a compiler; --build-arg COMPILER= leaves it out, and no Debian mirror is
-# needed: torch's own operators then compute the steps, slower.
+# The CPU's kernels are built with the image, for every processor they know, and it keeps no compiler; one with a CUDA build
+# of torch does, as Triton compiles what launches its kernels where they run. --build-arg COMPILER= leaves all that out, and
+# no Debian mirror is needed: torch's own operators then compute the steps, slower.
 # pip's configuration (a mirror, a proxy) comes as a secret: --secret id=pip,src=deploy/pip.conf
 
 FROM scratch AS wheels
@@ -38,6 +39,19 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/r
     python -P deploy/requirements.py project executor hub > /tmp/requirements.txt \
     && pip install -c constraints.txt --find-links /wheels -r /tmp/requirements.txt setuptools
 
+# Only what building the CPU's kernels reads, so that other changes build none.
+FROM python:3.11-slim AS kernels
+ARG COMPILER=g++
+RUN if [ -n "$COMPILER" ]; then \
+        apt-get update && apt-get install -y --no-install-recommends $COMPILER && rm -rf /var/lib/apt/lists/*; \
+    fi
+WORKDIR /src
+COPY common/__init__.py common/errors.py common/
+COPY common/model_files/__init__.py common/model_files/cache.py common/model_files/
+COPY executor_svc/__init__.py executor_svc/environment.py executor_svc/
+COPY executor_svc/kernels_cpu executor_svc/kernels_cpu
+RUN mkdir /prebuilt && if [ -n "$COMPILER" ]; then python -m executor_svc.kernels_cpu.prebuild /prebuilt; fi
+
 # The project alone, in a layer of its own that is small and changes often.
 FROM deps AS code
 COPY README.md LICENSE ./
@@ -52,11 +66,13 @@ RUN pip install --no-deps --no-index --no-build-isolation --prefix /code ./clien
 
 FROM python:3.11-slim
 ARG COMPILER=g++
-RUN if [ -n "$COMPILER" ]; then \
+RUN --mount=type=bind,from=deps,source=/opt/stepwire,target=/deps \
+    if [ -n "$COMPILER" ] && [ -d /deps/lib/python3.11/site-packages/triton ]; then \
         apt-get update && apt-get install -y --no-install-recommends $COMPILER && rm -rf /var/lib/apt/lists/*; \
     fi
 RUN useradd --uid 10001 --user-group --create-home stepwire && install -d -o stepwire -g stepwire /models
 COPY --from=deps /opt/stepwire /opt/stepwire
+COPY --from=kernels /prebuilt /opt/stepwire/lib/python3.11/site-packages/executor_svc/kernels_cpu/prebuilt
 COPY --from=code /code /opt/stepwire
 USER 10001:10001
 WORKDIR /home/stepwire

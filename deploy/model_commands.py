@@ -2,8 +2,8 @@
 
 from common.errors import ModelError
 from common.model_files.catalog import list_models, model_path, pull
-from deploy.calls import print_json
 from deploy.progress import ProgressLine
+from deploy.terminal import print_json
 
 
 def pull_model(reference: str, as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """Writing to the terminal: messages to standard error, answers to standard output."""
 
+import json
 import sys
 
 
@@ -17,3 +18,8 @@ def write_answer(text: str) -> None:
     """A piece of an answer, at once. Piped output is left as the model wrote it."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def print_json(value: object) -> None:
+    """One line of JSON. Text stays readable; what a terminal could mistake is escaped by JSON itself."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.compose_inputs import Report, jaeger, local_torch, versions
-from deploy.compose_stack import ROOT, CommandFailed, Events, Stack, docker, free_port
+from deploy.compose_stack import ROOT, CommandFailed, Events, Stack, docker
+from deploy.ports import free_port
 from deploy.verify_gpu import check_gpu_file, verify_cuda_image
 from stepwire_client import Client, Delta, Finished, FinishReason, StepwireError
 
@@ -87,6 +88,14 @@ def check_confinement(report: Report, stack: Stack) -> None:
         published = {k: v for k, v in stack.inspect(service)["NetworkSettings"]["Ports"].items() if v}
         loopback = all(binding["HostIp"] == "127.0.0.1" for v in published.values() for binding in v)
         report.check(list(published) == ports and loopback, f"{service} publishes {ports or 'nothing'}, on loopback")
+
+
+def check_kernels(report: Report, stack: Stack) -> None:
+    """The CPU kernels that were built with the image: found, loaded, and no compiler beside them."""
+    status = 'stepwire kernels status || true; command -v g++ gcc || echo "no compiler"'
+    said = stack.run_inside("executor", "sh", "-c", status).strip()
+    fits = "prebuilt/step-" in said or "the processor lacks" in said
+    report.check(fits and said.endswith("no compiler"), "the executor's image brings its kernels", said)
 
 
 def tokens_of(
@@ -210,6 +219,7 @@ def verify(report: Report) -> None:
             sizes = docker("images", "--format", "{{.Repository}} {{.Size}}").splitlines()
             report.say("     " + ", ".join(sorted({line for line in sizes if line.startswith("stepwire-")})))
             check_confinement(report, stack)
+            check_kernels(report, stack)
             if up:
                 with Client(f"127.0.0.1:{ports['API_PORT']}") as client:
                     check_serving(report, stack, client)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.compose_inputs import Report, versions
-from deploy.compose_stack import ROOT, CommandFailed, Stack, docker, free_port
+from deploy.compose_stack import ROOT, CommandFailed, Stack, docker
+from deploy.ports import free_port
 from stepwire_client import Client, StepwireError
 
 FILES: Final = ("docker-compose.yml", "deploy/compose.gpu.yml")

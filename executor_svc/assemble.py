@@ -151,17 +151,21 @@ def _cpu_kernels(config: ExecutorConfig, files: ModelFiles, progress: Progress) 
     reason = _why_not_kernels(config, files)
     if not reason:
         try:
-            check_able()
-            # A first build takes half a minute: what does not fit should not wait for it.
+            is_built = check_able()
+            # A build takes some seconds: what does not fit should not wait for it.
             num_bytes = native_bytes(files, model_config(files), _FORMATS[config.weight_dtype])
             _check_fit(config, files, torch.device("cpu"), f"weight_dtype {config.weight_dtype}", num_bytes)
-            progress("building the CPU kernels", 0, 1)
+            if not is_built:
+                progress("building the CPU kernels", 0, 1)
             kernels = load_library()
         except NoKernels as error:
             reason = str(error)
         else:
-            progress("building the CPU kernels", 1, 1)
-            log.info("steps run in the CPU kernels, %s", "with tile registers" if kernels.has_tiles else "AVX-512")
+            if not is_built:
+                progress("building the CPU kernels", 1, 1)
+            kind = "with tile registers" if kernels.has_tiles else "AVX-512"
+            how = "found" if is_built else "just built"
+            log.info("steps run in the CPU kernels, %s (%s: %s)", kind, how, kernels.path)
             return kernels
     if config.weight_dtype in ("int8", "int4"):
         raise ConfigError(f"weight_dtype {config.weight_dtype} needs the CPU kernels: {reason}", field="weight_dtype")

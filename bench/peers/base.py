@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -108,13 +107,6 @@ async def listening(command: Sequence[str], port: int, environ: Mapping[str, str
     with child(command, environ) as own:
         await own.until(is_healthy)
         yield
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def output_of(command: Sequence[str]) -> str:

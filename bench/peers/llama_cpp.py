@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bench.load import Ask, Sample, Workload
-from bench.peers.base import Setup, free_port, listening, output_of
+from bench.peers.base import Setup, listening, output_of
 from bench.peers.events import events
 from common.model_files.cache import cache_dir, exclusive
+from deploy.ports import free_port
 
 
 class LlamaCpp:

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from bench.load import Ask, Sample, Workload
-from bench.peers.base import Setup, free_port, listening, output_of
+from bench.peers.base import Setup, listening, output_of
 from bench.peers.checkpoint import checkpoint
 from bench.peers.events import events
+from deploy.ports import free_port
 
 
 class VllmCpu:

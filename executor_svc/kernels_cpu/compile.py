@@ -1,13 +1,17 @@
-"""Builds the CPU kernels where they run, once: into the cache directory, named by their source and the processor.
+"""Builds the CPU kernels, once for a kind of processor, and finds what was built before: in an image or in the cache.
 
-A machine without a compiler or without the instructions they need serves without them; the log says which it is.
+A library is named by its source and by the instructions it may use, never by the machine that built it: one built
+elsewhere serves here exactly where the processor has them all. A machine that has no compiler, or lacks the
+instructions, serves without; the log says which it is. Loads no torch.
 """
 
 import hashlib
+import logging
 import os
+import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,25 +19,82 @@ from common.errors import ModelError
 from common.model_files.cache import cache_dir, exclusive
 from executor_svc.environment import read_cpu_flags
 
+log = logging.getLogger(__name__)
+
 SOURCE: Final = Path(__file__).resolve().parent
+# Where an image holds what was built with it; see prebuild.py.
+PREBUILT: Final = SOURCE / "prebuilt"
 FLAGS: Final = (
-    "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno",
+    "-std=c++20", "-O3", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno",
     "-Wall", "-Wextra",
     # GCC's own headers of AVX-512 leave values undefined on purpose.
     "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
-# What the code can not do without; tile registers (amx_bf16) it uses where they are.
-NEEDED: Final = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "fma"})
 _COMPILERS: Final = ("g++", "clang++", "c++")
 _TIME_LIMIT_S: Final = 300
+_DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 class NoKernels(Exception):
     """This machine can not run or build the kernels; the message says why."""
 
 
+class DamagedKernels(NoKernels):
+    """The library that was found is none this machine can load."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Instructions the code may use. `options`: how the compiler is told; `needs`: all, as /proc/cpuinfo names them.
+
+    Not `-march=native`: what that means depends on the machine and on what the compiler knows of it.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    needs: frozenset[str]
+
+    def file_name(self) -> str:
+        digest = hashlib.sha256()
+        for path in sources():
+            digest.update(path.read_bytes())
+        digest.update(" ".join([*FLAGS, *self.options]).encode())
+        return f"step-{self.name}-{digest.hexdigest()[:20]}.so"
+
+
+_VECTORS: Final = frozenset((
+    # x86-64-v4, with all that it stands on
+    "cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2",
+    "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave",
+    "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
+    # beyond it
+    "avx512_bf16", "avx512_vnni",
+))  # fmt: skip
+_VECTOR_OPTIONS: Final = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+# Best first.
+LEVELS: Final = (
+    Level("tiles", (*_VECTOR_OPTIONS, "-mamx-tile", "-mamx-bf16"), _VECTORS | {"amx_tile", "amx_bf16"}),
+    Level("vectors", _VECTOR_OPTIONS, _VECTORS),
+)
+
+
 def sources() -> list[Path]:
     return sorted([*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp")])
+
+
+def is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def own_level() -> Level:
+    """The best one whose every instruction this processor has. Raises NoKernels."""
+    if not is_x86():
+        raise NoKernels(f"they are for x86-64 processors, not for {platform.machine()}")
+    flags = read_cpu_flags()
+    for level in LEVELS:
+        if flags >= level.needs:
+            return level
+    raise NoKernels(f"the processor lacks {', '.join(sorted(LEVELS[-1].needs - flags))}")
 
 
 def find_compiler() -> str:
@@ -42,40 +103,37 @@ def find_compiler() -> str:
         found = shutil.which(name) if name else None
         if found:
             return found
-    raise NoKernels("no C++ compiler (g++ or clang++) is installed")
+    raise NoKernels("no C++ compiler is installed (Debian's package g++, or clang)")
 
 
-def check_able() -> None:
-    """Raises NoKernels where this machine certainly can not have them. Builds nothing."""
-    name = _name(read_cpu_flags())
-    if not any((folder / name).is_file() for folder in _folders()):
-        find_compiler()
+def find_library() -> Path | None:
+    """What was built for this processor before; None: nothing whole. Raises NoKernels where it can not run any."""
+    name = own_level().file_name()
+    return next((folder / name for folder in (*_folders(), PREBUILT) if _is_whole(folder / name)), None)
 
 
-def _name(flags: frozenset[str]) -> str:
-    """Of the library. Raises NoKernels where the processor lacks what the code can not do without."""
-    if not flags >= NEEDED:
-        raise NoKernels(f"the processor lacks {', '.join(sorted(NEEDED - flags))}")
-    digest = hashlib.sha256()
-    for path in sources():
-        digest.update(path.read_bytes())
-    digest.update(" ".join([*FLAGS, *sorted(flags)]).encode())
-    return f"step-{digest.hexdigest()[:20]}.so"
+def check_able() -> bool:
+    """Whether the library is there already. Raises NoKernels where there certainly can be none. Builds nothing."""
+    if find_library() is not None:
+        return True
+    find_compiler()
+    return False
 
 
-def kernel_library() -> Path:
-    """The shared library for this processor, built unless it is there. Raises NoKernels."""
-    name, folders = _name(read_cpu_flags()), _folders()
-    for folder in folders:
-        if (folder / name).is_file():
-            return folder / name
-    compiler, refusals = find_compiler(), []
-    for folder in folders:
+def kernel_library(*, again: bool = False) -> Path:
+    """The shared library for this processor, built unless it is there (`again`: although it is). Raises NoKernels."""
+    level = own_level()
+    found = None if again else find_library()
+    if found is not None:
+        return found
+    compiler, name, refusals = find_compiler(), level.file_name(), []
+    for folder in _folders():
         try:
             # A lock of their own: whoever fetches a model holds the cache's for as long as that takes.
             with exclusive(folder) as work:
-                if not (folder / name).is_file():
-                    build(compiler, FLAGS, work / name)
+                if again or not _is_whole(folder / name):
+                    log.info("building the CPU kernels (%s) with %s into %s", level.name, compiler, folder)
+                    build(compiler, level, work / name)
                     (work / name).replace(folder / name)
         except (OSError, ModelError) as error:
             refusals.append(str(error))
@@ -91,9 +149,18 @@ def _folders() -> list[Path]:
     return [root / "kernels" for root in dict.fromkeys([cache_dir(), *second])]
 
 
-def build(compiler: str, flags: Sequence[str], target: Path) -> None:
-    """Raises NoKernels with what the compiler said."""
-    command = [compiler, *flags, str(SOURCE / "step.cpp"), "-o", str(target)]
+def _is_whole(path: Path) -> bool:
+    """Whether it is there and ends in the digest of all before: the linker would run into the end of a cut one."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def build(compiler: str, level: Level, target: Path) -> None:
+    """Raises NoKernels with what the compiler said, OSError where `target` can not be written."""
+    command = [compiler, *FLAGS, *level.options, str(SOURCE / "step.cpp"), "-o", str(target)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -101,3 +168,6 @@ def build(compiler: str, flags: Sequence[str], target: Path) -> None:
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise NoKernels(f"{compiler} failed: {said[0] if said else 'it said nothing'}")
+    content = target.read_bytes()
+    with target.open("ab") as file:
+        file.write(hashlib.sha256(content).digest())

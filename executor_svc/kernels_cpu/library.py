@@ -1,13 +1,16 @@
 """The C interface of step.cpp. Structures mirror its own, field by field."""
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, Final
 
-from executor_svc.kernels_cpu.compile import NoKernels, kernel_library
+from executor_svc.kernels_cpu.compile import DamagedKernels, NoKernels, kernel_library
+
+log = logging.getLogger(__name__)
 
 # What `stepwire_spent` tells apart, in its order.
 PARTS: Final = ("products", "attention", "norms", "head")
@@ -78,11 +81,11 @@ class Library:
     """The loaded kernels. Calls release the GIL."""
 
     def __init__(self, path: Path) -> None:
-        """Raises NoKernels."""
+        """Raises NoKernels; DamagedKernels where another library in its place may do."""
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
-            raise NoKernels(f"the kernels can not be loaded: {error}") from error
+            raise DamagedKernels(f"the kernels can not be loaded: {error}") from error
         library.stepwire_create.restype = c_void_p
         library.stepwire_create.argtypes = [POINTER(CModel), c_int, POINTER(c_int)]
         library.stepwire_destroy.restype = None
@@ -96,7 +99,8 @@ class Library:
         library.stepwire_spent.argtypes = [c_void_p, POINTER(c_uint64)]
         kind = library.stepwire_ready()
         if not kind:
-            raise NoKernels("the system does not give the processor's tile registers")
+            raise NoKernels("the operating system does not give the processor's tile registers")
+        self.path = path
         self.has_tiles: bool = kind == 2
         self._library = library
 
@@ -141,4 +145,9 @@ class Library:
 @cache
 def load_library() -> Library:
     """The kernels of this machine, built at first use. Raises NoKernels."""
-    return Library(kernel_library())
+    try:
+        return Library(kernel_library())
+    except DamagedKernels as error:
+        # Whole, but of another system: a home directory that several share.
+        log.warning("%s; they are built again", error)
+        return Library(kernel_library(again=True))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,8 @@ from deploy import calls, model_commands
 from deploy.cli import run
 from deploy.progress import ProgressLine
 from deploy.terminal import printable
+from executor_svc.kernels_cpu.compile import LEVELS, NoKernels
+from executor_svc.kernels_cpu.library import load_library
 from stepwire_client import Message, Unavailable
 from stepwire_client._gen.stepwire.v1 import inference_pb2 as pb
 from tests.unit.client.fake_server import FakeInference, fail, serving
@@ -115,7 +118,7 @@ def test_a_conversation_survives_a_cut_or_failed_turn(monkeypatch: pytest.Monkey
     assert "draining" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("group", [[], ["models"]])
+@pytest.mark.parametrize("group", [[], ["models"], ["kernels"]])
 def test_a_group_alone_shows_its_help(group: list[str], capsys: Capture) -> None:
     assert run(group) == 0
     assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['stepwire', *group])} ")
@@ -188,6 +191,58 @@ def test_models(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     assert capsys.readouterr().out == f"{model}\n"
     model_commands.pull_model(str(model), as_json=True)
     assert json.loads(capsys.readouterr().out) == {"model": str(model), "path": str(model)}
+
+
+def test_kernels(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With an empty cache, and a compiler that copies what this machine's own once built."""
+    try:
+        library = load_library().path
+    except NoKernels as error:
+        pytest.skip(str(error))
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {library} "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_library.cache_clear()
+    assert run(["kernels", "status"]) == 2
+    assert "stepwire kernels build" in capsys.readouterr().out
+    assert run(["kernels", "status", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["path"] is None
+    assert run(["kernels", "build", "--json"]) == 0
+    out, err = capsys.readouterr()
+    built = json.loads(out)
+    assert built["built"] and Path(built["path"]).is_relative_to(tmp_path / "cache") and err.count("\n") == 1
+    compiler.unlink()
+    assert run(["kernels", "build"]) == 0
+    assert capsys.readouterr() == (f"{built['path']}\n", "")
+    assert run(["kernels", "status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": built["path"], "tiles": built["tiles"], "reason": ""}
+    load_library.cache_clear()
+
+
+@pytest.mark.parametrize("command", ["build", "status"])
+def test_no_kernels_are_one_line_that_says_why(
+    command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("executor_svc.kernels_cpu.compile.is_x86", lambda: True)
+    monkeypatch.setattr("executor_svc.kernels_cpu.compile.read_cpu_flags", lambda: LEVELS[0].needs)
+    monkeypatch.delenv("CXX", raising=False)
+    for name in ("PATH", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert run(["kernels", command]) == {"build": 1, "status": 2}[command]
+    said = "".join(capsys.readouterr())
+    assert said.count("\n") == 1 and "in torch, slower: no C++ compiler is installed (Debian's package g++" in said
+
+
+def test_asking_for_kernels_loads_no_torch() -> None:
+    code = (
+        "import sys; from deploy.cli import run; run(['kernels', 'status']); "
+        "sys.exit(str({'grpc', 'torch'} & set(sys.modules) or '') or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_progress_moves_on_a_terminal_and_steps_elsewhere() -> None:

@@ -1,96 +1,253 @@
-"""Building the kernels: what is missing is said, nothing half-built is ever loaded."""
+"""Building the kernels: what is missing is said, what is damaged is built again, nothing half-built is ever loaded."""
 
+import concurrent.futures
 import os
-import shutil
 import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from executor_svc.environment import read_cpu_flags
 from executor_svc.kernels_cpu import compile as build
-from executor_svc.kernels_cpu.compile import FLAGS, SOURCE, NoKernels, check_able, find_compiler, kernel_library
-from executor_svc.kernels_cpu.library import Library
+from executor_svc.kernels_cpu import library
+from executor_svc.kernels_cpu.compile import (
+    FLAGS,
+    LEVELS,
+    SOURCE,
+    DamagedKernels,
+    NoKernels,
+    check_able,
+    find_compiler,
+    find_library,
+    kernel_library,
+    own_level,
+)
+from executor_svc.kernels_cpu.library import Library, load_library
+from executor_svc.kernels_cpu.prebuild import prebuild
 
 HERE = Path(__file__).parent
+TILES, VECTORS = LEVELS
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A script in a compiler's place: writes one line as the library, and what it was asked into a file."""
+
+    path: Path
+    calls: Path
+
+    def num_calls(self) -> int:
+        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
 
 
 @pytest.fixture
 def able(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A processor that has everything and an empty cache."""
-    monkeypatch.setattr(build, "read_cpu_flags", lambda: build.NEEDED)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "is_x86", lambda: True)
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: TILES.needs)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path
 
 
+@pytest.fixture
+def compiler(able: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler(able / "compiler", able / "calls")
+    made.path.write_text(f'#!/bin/sh\necho "$*" >>{made.calls}\nfor last; do :; done\necho "a library" >"$last"\n')
+    made.path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(made.path))
+    return made
+
+
+def libraries(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != "lock"]
+
+
 def test_a_processor_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "read_cpu_flags", lambda: build.NEEDED - {"avx512_bf16"})
-    for ask in (check_able, kernel_library):
-        with pytest.raises(NoKernels, match="lacks avx512_bf16"):
+    monkeypatch.setattr(build, "is_x86", lambda: True)
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: TILES.needs - {"avx512_bf16"})
+    for ask in (check_able, kernel_library, find_library):
+        with pytest.raises(NoKernels, match=r"lacks avx512_bf16$"):
             ask()
+
+
+def test_another_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(NoKernels, match="for x86-64 processors, not for aarch64"):
+        own_level()
+
+
+def test_a_cache_that_comes_to_an_older_processor(
+    able: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may use an instruction is not even looked for where the processor lacks it."""
+    best = kernel_library()
+    assert own_level() is TILES and best.name.startswith("step-tiles-")
+    for lacking in sorted(TILES.needs):
+        monkeypatch.setattr(build, "read_cpu_flags", lambda lacking=lacking: TILES.needs - {lacking})
+        if lacking in VECTORS.needs:
+            with pytest.raises(NoKernels, match=f"lacks {lacking}$"):
+                find_library()
+        else:
+            assert own_level() is VECTORS and find_library() is None
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: VECTORS.needs)
+    older = kernel_library()
+    assert older.name.startswith("step-vectors-") and compiler.num_calls() == 2
+    assert not [call for call in compiler.calls.read_text().splitlines()[1:] if "amx" in call]
+    monkeypatch.setattr(build, "read_cpu_flags", lambda: TILES.needs | {"more"})
+    assert kernel_library() == best and compiler.num_calls() == 2
+
+
+def test_no_option_stands_for_the_machine_that_builds() -> None:
+    for level in LEVELS:
+        assert not [option for option in (*FLAGS, *level.options) if "native" in option]
 
 
 def test_no_compiler(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(able))
     monkeypatch.delenv("CXX", raising=False)
     for ask in (check_able, kernel_library):
-        with pytest.raises(NoKernels, match="no C\\+\\+ compiler"):
+        with pytest.raises(NoKernels, match=r"no C\+\+ compiler is installed .*g\+\+"):
             ask()
 
 
-def test_a_compiler_that_fails_leaves_nothing(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = able / "broken"
-    script.write_text("#!/bin/sh\necho 'step.cpp:1: error: no' >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+def test_a_compiler_that_fails_leaves_nothing(able: Path, compiler: Compiler) -> None:
+    compiler.path.write_text("#!/bin/sh\necho 'step.cpp:1: error: no' >&2\nexit 1\n")
     with pytest.raises(NoKernels, match=r"step\.cpp:1: error: no"):
         kernel_library()
     assert not list(able.rglob("*.so"))
 
 
+def test_what_was_built_once_needs_no_compiler(able: Path, compiler: Compiler) -> None:
+    assert not check_able()
+    built = kernel_library()
+    compiler.path.unlink()
+    assert check_able() and find_library() == built == kernel_library()
+    assert libraries(built.parent) == [built]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "longer"])
+def test_a_damaged_library_is_built_again(able: Path, compiler: Compiler, damage: str) -> None:
+    built = kernel_library()
+    whole = built.read_bytes()
+    other = {"cut": whole[:-1], "changed": b"X" + whole[1:], "empty": b"", "longer": whole + b"\n"}[damage]
+    built.write_bytes(other)
+    assert find_library() is None
+    assert kernel_library() == built and built.read_bytes() == whole and compiler.num_calls() == 2
+
+
+def test_a_whole_library_that_does_not_load_is_built_again_once(
+    able: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here none does, so the second failure is the answer."""
+    kernel_library()
+    load_library.cache_clear()
+    with pytest.raises(DamagedKernels, match="can not be loaded"):
+        load_library()
+    assert compiler.num_calls() == 2 and "they are built again" in caplog.text
+    monkeypatch.setattr(library, "Library", lambda path: path)
+    try:
+        assert load_library() == find_library() and compiler.num_calls() == 2
+    finally:
+        load_library.cache_clear()
+
+
+def test_executors_that_start_together_build_once(able: Path, compiler: Compiler) -> None:
+    """Processes of their own, as executors are; each waits for whoever builds."""
+    script = (
+        "import sys; from executor_svc.kernels_cpu import compile as build\n"
+        "build.is_x86, build.read_cpu_flags = lambda: True, lambda: build.LEVELS[0].needs\n"
+        "print(build.kernel_library())"
+    )
+
+    def start(_: int) -> str:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(start, range(4)))
+    assert paths == {str(find_library())} and compiler.num_calls() == 1
+
+
+def test_an_images_libraries_serve_every_processor_they_can(
+    able: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cache and no compiler needed; what does not load there is built into the cache, which comes first."""
+    prebuild(build.PREBUILT)
+    assert compiler.num_calls() == len(LEVELS)
+    for level in LEVELS:
+        monkeypatch.setattr(build, "read_cpu_flags", lambda level=level: level.needs)
+        assert check_able() and kernel_library() == build.PREBUILT / level.file_name()
+    assert compiler.num_calls() == len(LEVELS)
+    own = kernel_library(again=True)
+    assert own.parent != build.PREBUILT and kernel_library() == own
+
+
+def test_an_image_for_another_kind_of_processor_has_none(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor_svc.kernels_cpu.prebuild.is_x86", lambda: False)
+    prebuild(able / "prebuilt")
+    assert libraries(able / "prebuilt") == []
+
+
 def test_a_file_that_is_no_library(tmp_path: Path) -> None:
     path = tmp_path / "step.so"
     path.write_bytes(b"not a library")
-    with pytest.raises(NoKernels, match="can not be loaded"):
+    with pytest.raises(DamagedKernels, match="can not be loaded"):
         Library(path)
 
 
-def test_a_read_only_cache(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("needs a compiler")
+def test_a_read_only_cache(able: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc")
-    (able / "stepwire").write_text("a file where the cache should be")
+    (able / "cache").write_text("a file where the cache should be")
     with pytest.raises(NoKernels, match="cache"):
         kernel_library()
 
 
-def test_home_stands_in_for_a_cache_that_can_not_be_written(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = able / "compiler"
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho >"$last"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("HOME", str(able / "home"))
-    (able / "stepwire").write_text("a file where the cache should be")
+def test_home_stands_in_for_a_cache_that_can_not_be_written(able: Path, compiler: Compiler) -> None:
+    (able / "cache").write_text("a file where the cache should be")
     built = kernel_library()
     assert built.parent == able / "home" / ".cache" / "stepwire" / "kernels"
-    compiler.unlink()
+    compiler.path.unlink()
     assert kernel_library() == built
-    assert [path for path in built.parent.iterdir() if path.name != "lock"] == [built]
+    assert libraries(built.parent) == [built]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: str(level.name))
+def test_every_level_compiles_and_loads_where_it_may(level: build.Level, tmp_path: Path) -> None:
+    if not build.is_x86():
+        pytest.skip("for x86-64 processors")
+    try:
+        compiler = find_compiler()
+    except NoKernels as error:
+        pytest.skip(str(error))
+    path = tmp_path / level.file_name()
+    build.build(compiler, level, path)
+    if not read_cpu_flags() >= level.needs:
+        return
+    try:
+        assert Library(path).has_tiles == (level is TILES)
+    except DamagedKernels:
+        raise
+    except NoKernels as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_sanitised(tmp_path: Path, sanitizer: str) -> None:
     """Every kernel on small shapes, tiles in plain memory, where a sanitiser sees each access."""
-    if not read_cpu_flags() >= build.NEEDED:
-        pytest.skip("needs the kernels' instructions")
     try:
-        compiler = find_compiler()
+        level, compiler = own_level(), find_compiler()
     except NoKernels as error:
         pytest.skip(str(error))
     program = tmp_path / "sanitised"
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-O3")]
-    command = [compiler, *flags, "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
+    command = [compiler, *flags, *level.options, "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
                "-DSTEPWIRE_PORTABLE_TILES", f"-I{SOURCE}", str(HERE / "sanitised.cpp"), "-o", str(program)]  # fmt: skip
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode and "cannot find" in built.stderr:

@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import yaml
 
 from deploy.requirements import ROOT
+from executor_svc.kernels_cpu.compile import LEVELS, PREBUILT, is_x86
 
 DOCKERFILES = sorted((ROOT / "deploy").rglob("*Dockerfile"))
 SERVICES = ("model", "executor", "scheduler", "jaeger")
@@ -177,12 +180,41 @@ def test_the_build_context_holds_every_package() -> None:
         assert let_in & {str(file), *map(str, file.parents)}, package
 
 
-def test_the_executor_can_build_its_kernels_and_load_them(services: dict[str, Any]) -> None:
+def test_kernels_built_in_the_executors_container_can_be_loaded(services: dict[str, Any]) -> None:
     """Engines mount a tmpfs noexec unless told otherwise, and libraries can not be loaded from there."""
     (home,) = [mount for mount in services["executor"]["tmpfs"] if mount.startswith("/home/stepwire:")]
     assert "exec" in home.partition(":")[2].split(",")
     image = (ROOT / "deploy" / "executor.Dockerfile").read_text().rpartition("\nFROM ")[2]
     assert "ARG COMPILER=g++\n" in image and image.index("$COMPILER") < image.index("USER ")
+
+
+def test_the_executors_image_brings_the_cpu_kernels(tmp_path: Path) -> None:
+    """Its stage `kernels`, by hand: only what is copied there, Python's own library, and a compiler that only tells."""
+    text = (ROOT / "deploy" / "executor.Dockerfile").read_text()
+    stage = text.partition(" AS kernels\n")[2].partition("\nFROM ")[0]
+    copied = re.findall(r"^COPY (.+) (\S+)$", stage, re.MULTILINE)
+    for names, target in copied:
+        for name in names.split():
+            assert (ROOT / name).exists()
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, tmp_path / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                (tmp_path / target).mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, tmp_path / target)
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "$*" >"$last"\n')
+    compiler.chmod(0o755)
+    (module, target), *_ = re.findall(r"python -m (\S+) (\S+);", stage)
+    command = [sys.executable, "-S", "-E", "-m", module, str(tmp_path / target[1:])]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"CXX": str(compiler)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    built = {path.name for path in (tmp_path / target[1:]).iterdir()}
+    assert built == ({level.file_name() for level in LEVELS} if is_x86() else set())
+
+    (place,) = re.findall(rf"^COPY --from=kernels {target} (\S+)$", text, re.MULTILINE)
+    assert place == f"/opt/stepwire/lib/python3.11/site-packages/{PREBUILT.relative_to(ROOT)}"
 
 
 @pytest.mark.parametrize("name", ["scheduler", "executor"])

@@ -1,6 +1,7 @@
 """deploy/dev and what it runs before anything is installed."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,27 @@ def test_without_a_python_the_line_to_run_is_printed(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("deploy/dev: missing: python3 python3-venv")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_installation_builds_the_kernels_and_does_without_them(tmp_path: Path, status: int) -> None:
+    """A checkout whose environment is as an earlier installation left it, but for its commands, which only tell."""
+    for name in ("deploy/dev", "pyproject.toml", "client/pyproject.toml", "constraints.txt", "constraints-cpu.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    bin_folder = tmp_path / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    for name, line in (("python", "exit 0"), ("stepwire", f"echo stepwire $* >>told; echo why >&2; exit {status}")):
+        (bin_folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (bin_folder / name).chmod(0o755)
+    stamp = "cksum constraints*.txt pyproject.toml client/pyproject.toml; echo $PWD cpu v >.venv/end; cat .venv/end"
+    (tmp_path / ".venv" / "stamp-run").write_bytes(subprocess.check_output(["sh", "-c", stamp], cwd=tmp_path))
+
+    environment = {**os.environ, "TORCH": "cpu", "TORCH_VERSION": "v"}
+    command = ["sh", str(tmp_path / "deploy" / "dev"), "install"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "why\n")
+    assert (tmp_path / "told").read_text() == "stepwire kernels build\n"
 
 
 @pytest.mark.parametrize("script", ["deploy/dev", "deploy/verify-compose"])
