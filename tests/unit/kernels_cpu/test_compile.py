@@ -150,7 +150,8 @@ def test_a_whole_library_that_does_not_load_is_built_again_once(
     assert compiler.num_calls() == 2 and "they are built again" in caplog.text
     monkeypatch.setattr(library, "Library", lambda path: path)
     try:
-        assert load_library() == find_library() and compiler.num_calls() == 2
+        loaded: object = load_library()
+        assert loaded == find_library() and compiler.num_calls() == 2
     finally:
         load_library.cache_clear()
 
