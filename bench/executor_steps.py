@@ -10,7 +10,7 @@ from common.messages import ExecutorInfo, Hello, Sampling, Welcome, u32
 from common.model_files.catalog import resolve
 from executor_svc.config import ExecutorConfig
 from executor_svc.environment import prepare_environment
-from executor_svc.load_progress import LogProgress
+from executor_svc.load_progress import StartProgress
 from executor_svc.step_executor import StepExecutor
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
@@ -43,7 +43,7 @@ def build(
     prepare_environment(config.numerics)
     from executor_svc.assemble import build_executor  # torch, once the environment is prepared
 
-    progress = LogProgress()
+    progress = StartProgress()
     files = resolve(config.model, progress, load_format=config.load_format)
     return build_executor(config, files, pipeline_depth, progress)
 

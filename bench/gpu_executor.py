@@ -26,7 +26,7 @@ from common.model_files.catalog import resolve
 from executor_svc.app import ServeOptions, serve
 from executor_svc.config import ExecutorConfig
 from executor_svc.environment import prepare_environment
-from executor_svc.load_progress import LogProgress
+from executor_svc.load_progress import StartProgress
 from executor_svc.process_end import leave
 from executor_svc.session import SessionLimits
 from executor_svc.step_executor import StepExecutor
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     def build() -> StepExecutor:
         from executor_svc.assemble import build_executor  # torch, once the environment is prepared
 
-        progress = LogProgress()
+        progress = StartProgress()
         files = resolve(config.model, progress, load_format=config.load_format)
         executor = build_executor(config, files, limits.max_pipeline_depth, progress)
         log.info("memory, GB: %s", memory_plan(executor))

@@ -34,8 +34,8 @@ SCHEDULER_NAMES: Final = COMMON_NAMES | {
 }  # fmt: skip
 EXECUTOR_NAMES: Final = COMMON_NAMES | {
     "device", "dtype", "numerics", "block_size", "num_blocks", "kv_cache_memory", "max_num_seqs",
-    "weight_dtype", "max_tokens_per_step", "max_context", "attention_backend", "early_launch", "threads", "lease_s",
-    "drain_s",
+    "weight_dtype", "max_tokens_per_step", "max_context", "attention_backend", "early_launch", "threads", "progress",
+    "lease_s", "drain_s",
 }  # fmt: skip
 ALL_NAMES: Final = SCHEDULER_NAMES | EXECUTOR_NAMES
 

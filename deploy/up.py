@@ -6,11 +6,10 @@ address.
 """
 
 import asyncio
-import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,10 +19,13 @@ from common.config_sources import EXECUTOR_NAMES, SCHEDULER_NAMES, closest, flag
 from common.errors import ConfigError
 from common.model_files.catalog import pull
 from deploy.how_to_call import address_to_call, how_to_call
+from deploy.log_lines import LogLines
 from deploy.progress import ProgressLine
 from deploy.supervisor import EXIT_FAILED, RestartPolicy, Service, Stopped, Supervisor, SupervisorError
-from deploy.terminal import err, printable, write_answer
+from deploy.terminal import err, write_answer
 from executor_svc.config import ExecutorConfig
+from executor_svc.load_progress import has_terminal
+from executor_svc.progress_bar import BarTeller
 from scheduler_svc.config import SchedulerConfig
 from stepwire_client import AsyncClient, Delta, Finished, Health, Retry, StepwireError
 
@@ -85,30 +87,6 @@ def call_address(bound: str) -> str:
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else bound
 
 
-class LogLines:
-    """What the services write, one line after the other; held back while an answer is being written."""
-
-    def __init__(self) -> None:
-        self._held: list[str] | None = None
-
-    def write(self, name: str, line: str) -> None:
-        text = f"{name:<9} | {printable(line)}"
-        if self._held is None:
-            err(text)
-        else:
-            self._held.append(text)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        self._held = []
-        try:
-            yield
-        finally:
-            held, self._held = self._held, None
-            for text in held:
-                err(text)
-
-
 class _Up:
     """Addresses, commands and probes of one run. `directory`: private, gone at the end."""
 
@@ -127,7 +105,8 @@ class _Up:
         for file in (self.scheduler_file, self.executor_file):
             file.unlink(missing_ok=True)  # one left by an earlier run would be taken for this one's
         self._executor_listen = self._choose_executor_listen(directory)
-        self.log = LogLines()
+        self._draws = self.executor.config.progress == "auto" and has_terminal()
+        self.log = LogLines(BarTeller() if self._draws else None)
         self._clients: dict[str, AsyncClient] = {}
 
     def _choose_executor_listen(self, directory: Path) -> str:
@@ -145,6 +124,8 @@ class _Up:
         # A port once drawn stays, or the scheduler would never find the restarted executor.
         listen = _read_address(self.executor_file) or self._executor_listen
         own = ["--listen", listen, "--address-file", str(self.executor_file)]
+        if self._draws:  # its own standard error is a pipe
+            own += ["--progress", "json"]
         return [sys.executable, "-P", "-m", "executor_svc", *self.executor_flags, *own]
 
     def scheduler_command(self) -> list[str]:
@@ -178,7 +159,13 @@ class _Up:
     def public_address(self) -> str:
         return call_address(_read_address(self.scheduler_file))
 
+    def note(self, text: str) -> None:
+        """Of the supervisor's own; what is told then is that a service ended or is to end."""
+        self.log.close()
+        self.log.write("up", text)
+
     async def close(self) -> None:
+        self.log.close()
         for client in self._clients.values():
             await client.close()
 
@@ -210,7 +197,7 @@ async def _serve(up: _Up, options: UpOptions) -> int:
         Service("scheduler", up.scheduler_command, up.scheduler_ready, up.scheduler.config.drain_s + KILL_MARGIN_S),
         bound=up.executor_bound,
         lines=up.log.write,
-        note=lambda text: up.log.write("up", text),
+        note=up.note,
         ready_s=options.ready_s,
         policy=RestartPolicy(),
     )

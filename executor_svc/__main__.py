@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     from executor_svc.app import ServeOptions, serve
     from executor_svc.config import ExecutorConfig
     from executor_svc.environment import prepare_environment
-    from executor_svc.load_progress import LogProgress
+    from executor_svc.load_progress import StartProgress, make_teller
     from executor_svc.session import SessionLimits
     from executor_svc.step_executor import StepExecutor
     from executor_svc.tracing import build_sink
@@ -32,14 +32,17 @@ def main(argv: list[str]) -> int:
     prepare_environment(config.numerics)
     limits = SessionLimits(lease_ns=int(config.lease_s * 1e9))
 
-    progress = LogProgress()
+    progress = StartProgress(make_teller(config.progress))
 
     def build() -> StepExecutor:
-        files = resolve(config.model, progress, load_format=config.load_format)
-        from executor_svc.assemble import build_executor  # torch: not before port and model files are known to be good
+        try:
+            files = resolve(config.model, progress, load_format=config.load_format)
+            from executor_svc.assemble import build_executor  # torch: not before port and model are known to be good
 
-        executor = build_executor(config, files, limits.max_pipeline_depth, progress)
-        progress.finish()
+            executor = build_executor(config, files, limits.max_pipeline_depth, progress)
+            progress.finish()
+        finally:
+            progress.close()
         return executor
 
     options = ServeOptions(config.listen, config.drain_s, config.address_file, limits, config.metrics_listen)
@@ -47,6 +50,7 @@ def main(argv: list[str]) -> int:
     try:
         return uvloop.run(serve(options, build, sink, progress.seconds))
     finally:
+        progress.close()  # a start that was cut short leaves no bar
         if sink is not None:
             sink.shutdown()
 

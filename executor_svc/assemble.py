@@ -6,7 +6,7 @@ import logging
 import torch
 
 from common.errors import ConfigError
-from common.model_files.description import ModelFiles, Progress
+from common.model_files.description import ModelFiles
 from executor_svc.build import build_runner, default_dtype, make_device, make_ops
 from executor_svc.config import ExecutorConfig
 from executor_svc.environment import cgroup_cpus, own_cpus, why_no_triton
@@ -17,6 +17,7 @@ from executor_svc.kernels_cpu.library import Library, load_library
 from executor_svc.kernels_cpu.load import load_native
 from executor_svc.kernels_cpu.packing import Format
 from executor_svc.kv_cache import KvCache
+from executor_svc.load_progress import Progress
 from executor_svc.loader.load import load_model, model_config, model_dtype
 from executor_svc.numerics import can_pack
 from executor_svc.runner import Runner

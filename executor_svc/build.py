@@ -1,8 +1,8 @@
 """Puts a runner together: sizes the cache, settles the numerics, captures or warms up what steady steps use."""
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,17 +24,17 @@ from executor_svc.kv_cache import (
     CUDA_SHARE,
     KvCache,
     KvShape,
-    cuda_available,
-    cuda_free,
     host_available,
     plan_num_blocks,
 )
+from executor_svc.load_progress import Progress, no_progress
 from executor_svc.models.decoder import Decoder, LayerWeights
 from executor_svc.numerics import ExactOps, FastOps, can_pack
 from executor_svc.runner import Runner
 from executor_svc.step_kernels import step_kernels
 from executor_svc.step_model import Model
 from executor_svc.streams import Device, Stream
+from executor_svc.warm_up import Steps, WarmUp
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,6 @@ LIMBO_ROWS = 64
 # not fit beside the cache. Longer ones run eagerly.
 GRAPH_CONTEXT = 4096
 FEATURES = ("logprobs", "prompt_logprobs", "raw_logits", "penalties", "bias", "allowed_ids", "min_tokens", "copies")
-
-# What is being done, how far it is and how far it goes.
-Progress = Callable[[str, int, int], None]
 
 
 def make_ops(numerics: str, device: torch.device | None = None) -> FastOps | ExactOps:
@@ -119,7 +116,7 @@ def build_runner(
     none on the CPU, where padding costs and a replay saves nothing. `attention_backend`: a name, or one made elsewhere.
     Raises ConfigError.
     """
-    say: Progress = progress or (lambda what, done, total: None)
+    say = progress or no_progress
     config = model.config
     context = min(config.max_positions, max_context or config.max_positions)
     max_blocks = -(-context // block_size)
@@ -144,29 +141,49 @@ def build_runner(
         backend = make_backend(attention_backend, attention_shape, shape, ops, device.torch_device)
     else:
         backend = attention_backend
-    available = host_available() if on_cpu else cuda_available(device.torch_device)
-    count = plan_num_blocks(
-        shape,
-        available_bytes=available - _activation_bytes(model, max_tokens_per_step, max_num_seqs, on_cuda=not on_cpu),
-        share=CPU_SHARE if on_cpu else CUDA_SHARE,
-        num_blocks=num_blocks,
-        cache_bytes=kv_cache_memory,
-        useful_blocks=(max_num_seqs + LIMBO_ROWS) * max_blocks,
-        blocks_per_sequence=max_blocks,
-    )
-    cache = make_cache(shape, count, lambda size, dtype: device.zeros(*size, dtype=dtype))
     if buckets is None:
         buckets = () if on_cpu else default_buckets(max_num_seqs)
-    graphs = GraphCache(buckets, _graph_contexts(backend, context, on_cpu))
+    contexts = _graph_contexts(backend, context, on_cpu)
     num_rows = max_num_seqs + LIMBO_ROWS
-    state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
     if ops.has_kernels and not on_cpu:
         _settle_products(device, ops, model, say)
-    rings = StepRings(device, pipeline_depth, _staging_bytes(max_tokens_per_step, num_rows), max_num_seqs)
-    step = DeviceStep(model, backend, cache, state, graphs, rings, kernels=step_kernels(ops))
-    # What was filled above ran on the default stream, which the others do not wait for.
-    device.synchronize()
-    _warm_up(device, step, graphs, max_num_seqs, max_tokens_per_step, context, say)
+    warm_up = WarmUp(device, max_num_seqs, max_tokens_per_step, context, say)
+
+    def make(num_blocks: int) -> _Parts:
+        cache = make_cache(shape, num_blocks, lambda size, dtype: device.zeros(*size, dtype=dtype))
+        state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
+        rings = StepRings(device, pipeline_depth, _staging_bytes(max_tokens_per_step, num_rows), max_num_seqs)
+        graphs = GraphCache(buckets, contexts)
+        step = DeviceStep(model, backend, cache, state, graphs, rings, kernels=step_kernels(ops))
+        # What was filled above ran on the default stream, which the others do not wait for.
+        device.synchronize()
+        return _Parts(cache, state, rings, graphs, step)
+
+    memory, held = device.memory, None
+    if memory is not None:
+        memory.give_back()
+    free = host_available() if memory is None else memory.free_bytes()
+    if memory is None or num_blocks:  # an explicit number is believed: nothing is tried first
+        taken = _activation_bytes(model, max_tokens_per_step, max_num_seqs, by_token=memory is not None)
+    else:
+        held = warm_up.measure(lambda: make(1).steps, memory)
+        taken = held.total
+    count = plan_num_blocks(
+        shape,
+        available_bytes=free - taken,
+        share=CPU_SHARE if memory is None else CUDA_SHARE,
+        num_blocks=num_blocks,
+        cache_bytes=kv_cache_memory,
+        useful_blocks=num_rows * max_blocks,
+        blocks_per_sequence=max_blocks,
+        note="" if held is None else str(held),
+    )
+    try:
+        parts = make(count)
+    except torch.OutOfMemoryError as error:
+        field = "num_blocks" if num_blocks else "kv_cache_memory"
+        raise ConfigError(f"there is no memory for {count} KV blocks: {error}", field=field) from error
+    warm_up.run(*parts.steps, held)
     info = ExecutorInfo(
         model_id=model_id,
         model_hash=model_hash,
@@ -190,13 +207,28 @@ def build_runner(
     return Runner(
         info=info,
         device=device,
-        step=step,
-        cache=cache,
-        state=state,
-        graphs=graphs,
-        rings=rings,
+        step=parts.step,
+        cache=parts.cache,
+        state=parts.state,
+        graphs=parts.graphs,
+        rings=parts.rings,
         clock=clock,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What hangs on the size of the cache."""
+
+    cache: KvCache
+    state: RowState
+    rings: StepRings
+    graphs: GraphCache
+    step: DeviceStep
+
+    @property
+    def steps(self) -> Steps:
+        return self.step, self.graphs
 
 
 def _graph_contexts(backend: AttentionBackend, context: int, on_cpu: bool) -> tuple[int, ...]:
@@ -211,6 +243,7 @@ def _settle_products(device: Device, ops: FastOps | ExactOps, model: Model, say:
     from executor_svc.triton_ops import TritonOps  # only now: a CPU's installation has no triton
 
     assert isinstance(ops, TritonOps)
+    device.synchronize()  # weights were filled on the default stream
     say("measuring products", 0, 1)
     device.enqueue(Stream.COMPUTE, lambda: ops.settle(_weights(model)))
     device.synchronize()
@@ -223,60 +256,6 @@ def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8 to 256, every 16 beyond; at most max_num_seqs, which is one itself."""
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16)}
     return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
-
-
-def largest_chunks(num_rows: int, max_tokens: int, context: int) -> list[int]:
-    """Chunks of the first rows of the largest step that so many rows can make; one row, if there are several, has no
-    chunk but decodes."""
-    chunks: list[int] = []
-    left = max_tokens - num_rows  # beyond a token of each
-    while not chunks or (left > 0 and len(chunks) < num_rows - 1):
-        chunks.append(max(1, min(left + 1, context)))
-        left -= chunks[-1] - 1
-    return chunks
-
-
-def _warm_up(
-    device: Device,
-    step: DeviceStep,
-    graphs: GraphCache,
-    max_num_seqs: int,
-    max_tokens: int,
-    context: int,
-    say: Progress,
-) -> None:
-    """Runs steps of padding alone, the largest among them, and captures every graph, so that the first real step finds
-    all made and all memory taken. context: of a row, which no chunk is longer than."""
-    torch_device = device.torch_device
-    on_cuda = torch_device.type == "cuda"
-    taken: list[tuple[float, int]] = []
-
-    def run_padding() -> None:
-        for rows in sorted({1, min(8, max_num_seqs), max_num_seqs}, reverse=True):
-            for full in (False, True) if on_cuda else (False,):
-                step.run_padding(rows, full=full)
-                if on_cuda:  # where kernels are compiled when they are first used, each for every way to call it
-                    step.run_padding(rows, largest_chunks(rows, max_tokens, context), full=full)
-
-    def capture() -> None:
-        before = (time.perf_counter(), cuda_free(torch_device) if on_cuda else 0)
-        step.prepare_graphs(graphs.row_buckets[-1])
-        graphs.capture_all(
-            step.body, torch_device, step.variants, lambda done, total: say("capturing graphs", done, total)
-        )
-        after = (time.perf_counter(), cuda_free(torch_device) if on_cuda else 0)
-        taken.append((after[0] - before[0], before[1] - after[1]))
-
-    say("warming up", 0, 1)
-    device.enqueue(Stream.COMPUTE, run_padding)
-    if graphs.row_buckets:
-        device.enqueue(Stream.COMPUTE, capture)
-    device.synchronize()
-    if device.failure is not None:
-        raise ConfigError(f"warm-up failed: {device.failure}", field="device") from device.failure
-    for seconds, size in taken:
-        log.info("%d graphs captured in %.1f s, %.1f MiB", graphs.num_graphs, seconds, size / (1 << 20))
-    say("warming up", 1, 1)
 
 
 def _weights(model: Model) -> Iterable[torch.Tensor]:
@@ -294,13 +273,13 @@ def _weight_shapes(model: Model) -> set[tuple[int, int]]:
     return {(weight.shape[0], weight.shape[1]) for weight in _weights(model)}
 
 
-def _activation_bytes(model: Model, max_tokens: int, max_num_seqs: int, *, on_cuda: bool) -> int:
-    """An upper estimate of what one step takes beside weights and cache; on a GPU with what rows keep by token, which
-    is made at start there."""
+def _activation_bytes(model: Model, max_tokens: int, max_num_seqs: int, *, by_token: bool) -> int:
+    """An upper estimate of what one step takes beside weights and cache. `by_token`: and what rows keep by token, where
+    that is made at start."""
     config = model.config
     width = 8 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_heads * config.head_dim
-    by_token = 10 * (max_num_seqs + LIMBO_ROWS + 1) * config.vocab_size if on_cuda else 0
-    return max_tokens * width * model.dtype.itemsize + 6 * max_num_seqs * config.vocab_size * 4 + by_token
+    kept = 10 * (max_num_seqs + LIMBO_ROWS + 1) * config.vocab_size if by_token else 0
+    return max_tokens * width * model.dtype.itemsize + 6 * max_num_seqs * config.vocab_size * 4 + kept
 
 
 def _staging_bytes(max_tokens: int, num_rows: int) -> int:

@@ -47,6 +47,10 @@ class ExecutorConfig(ServiceConfig):
     threads: int = Field(
         default=0, ge=0, description="compute threads on the CPU; 0: what host, cgroup and affinity give"
     )
+    progress: Literal["auto", "log", "json"] = Field(
+        default="auto",
+        description="how the start is told; auto: a bar on a terminal, else lines of the log; json: lines for a parent",
+    )
     lease_s: float = Field(
         default=5.0, gt=0, description="seconds without a ping after which a scheduler loses its lease"
     )

@@ -12,7 +12,7 @@ import torch
 
 from common.clock import Clock, SystemClock
 from executor_svc.host_memory import HUGE_PAGE, huge_zeros
-from executor_svc.streams import Event, Fence, Stream
+from executor_svc.streams import DeviceMemory, Event, Fence, Stream
 
 # What vector loads like best, bytes.
 _ALIGNMENT: Final = 64
@@ -64,6 +64,10 @@ class CpuDevice:
     @property
     def failure(self) -> BaseException | None:
         return self._failure
+
+    @property
+    def memory(self) -> DeviceMemory | None:
+        return None
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)

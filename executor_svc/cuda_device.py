@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from common.clock import Clock, SystemClock
+from executor_svc.kv_cache import cuda_free
 from executor_svc.streams import Event, Fence, Stream
 
 
@@ -17,6 +18,17 @@ class CudaEvent:
 
     def time_ns(self) -> int:
         return self._device.time_ns_of(self.event)
+
+
+class CudaMemory:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        return cuda_free(self._device)
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
 
 class CudaDevice:
@@ -35,6 +47,7 @@ class CudaDevice:
             stream: torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             for stream in Stream
         }
+        self._memory = CudaMemory(self._device)
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -54,6 +67,10 @@ class CudaDevice:
     @property
     def failure(self) -> BaseException | None:
         return self._failure
+
+    @property
+    def memory(self) -> CudaMemory:
+        return self._memory
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)

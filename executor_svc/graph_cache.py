@@ -78,31 +78,41 @@ class CudaGraph:
 
 
 class GraphCache:
-    """All shapes, captured at start by `capture_all`; `find` is a lookup."""
+    """All shapes, captured at start by `capture`; `find` is a lookup."""
 
     def __init__(self, row_buckets: Sequence[int], context_buckets: Sequence[int]) -> None:
         """Both ascending; empty row_buckets: no graphs."""
         self.row_buckets = tuple(row_buckets)
         self._context_buckets = tuple(context_buckets)
         self._graphs: dict[GraphShape, Graph] = {}
+        self._pool: object = None  # memory of all graphs, from the first on
 
-    def capture_all(
-        self, body: Body, device: torch.device, variants: Sequence[Variant], progress: Callable[[int, int], None]
+    def capture(
+        self,
+        row_buckets: Sequence[int],
+        body: Body,
+        device: torch.device,
+        variants: Sequence[Variant],
+        progress: Callable[[GraphShape, int, int], None],
     ) -> None:
-        """Largest first, so that the smaller reuse its memory. Runs on the COMPUTE stream."""
-        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        """The shapes of these buckets, descending: the smaller reuse the largest's memory. Runs on the COMPUTE stream.
+
+        progress: a shape that is captured, how many are by then, and of how many.
+        """
+        if device.type == "cuda" and self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         shapes = [
             GraphShape(rows, context, variant)
-            for rows in reversed(self.row_buckets)
+            for rows in row_buckets
             for context in reversed(self._context_buckets)
             for variant in variants
         ]
         for number, shape in enumerate(shapes):
             if device.type == "cuda":
-                self._graphs[shape] = CudaGraph(shape, body, device, pool)
+                self._graphs[shape] = CudaGraph(shape, body, device, self._pool)
             else:
                 self._graphs[shape] = PlainGraph(shape, body)
-            progress(number + 1, len(shapes))
+            progress(shape, number + 1, len(shapes))
 
     @property
     def num_graphs(self) -> int:

@@ -111,9 +111,11 @@ def cuda_available(device: torch.device) -> int:
     return cuda_free(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-# The part of the memory found free that the cache takes by itself; the rest is for activations and other processes.
+# The part of the memory found free that the cache takes by itself. What steps and graphs take of a device's own memory
+# was measured and is not in it: the rest is for wishes that no warm-up has (logprobs of prompts), and for what graphs
+# take beyond the estimate.
 CPU_SHARE = 0.25
-CUDA_SHARE = 0.8
+CUDA_SHARE = 0.9
 
 
 def plan_num_blocks(
@@ -125,15 +127,17 @@ def plan_num_blocks(
     cache_bytes: int = 0,
     useful_blocks: int,
     blocks_per_sequence: int,
+    note: str = "",
 ) -> int:
     """How many blocks to make. Explicit `num_blocks` wins, then `cache_bytes`, else `share` of what is available.
 
     A measured size stops at `useful_blocks`, which the most sequences at their longest fill. Raises ConfigError when
-    the wish does not fit, or when what fits holds not even one block.
+    the wish does not fit, or when what fits holds not even one block; `note` says there why no more is available.
     """
     block = shape.block_bytes
+    note = note and f" ({note})"
     if num_blocks:
-        _check_fits(num_blocks, block, available_bytes, "num_blocks")
+        _check_fits(num_blocks, block, available_bytes, "num_blocks", note)
         return num_blocks
     if cache_bytes:
         count = cache_bytes // block
@@ -143,23 +147,23 @@ def plan_num_blocks(
                 field="kv_cache_memory",
                 limit=str(block),
             )
-        _check_fits(count, block, available_bytes, "kv_cache_memory")
+        _check_fits(count, block, available_bytes, "kv_cache_memory", note)
         return count
     count = min(int(available_bytes * share) // block, useful_blocks)
     if count < min(blocks_per_sequence, 2):
         raise ConfigError(
             f"{available_bytes} bytes are free and {share:.0%} of them hold {max(count, 0)} KV blocks "
-            f"of {block} bytes; free memory, lower block_size or set kv_cache_memory",
+            f"of {block} bytes{note}; free memory, lower block_size or set kv_cache_memory",
             field="kv_cache_memory",
             limit=str(available_bytes),
         )
     return count
 
 
-def _check_fits(count: int, block: int, available: int, field: str) -> None:
+def _check_fits(count: int, block: int, available: int, field: str, note: str) -> None:
     if count * block > available:
         raise ConfigError(
-            f"{field} asks for {count} KV blocks, {count * block} bytes; {available} bytes are free",
+            f"{field} asks for {count} KV blocks, {count * block} bytes; {available} bytes are free{note}",
             field=field,
             limit=str(available),
         )

@@ -38,6 +38,18 @@ class Event(Protocol):
         ...
 
 
+class DeviceMemory(Protocol):
+    """Memory of a device's own. For the runner thread."""
+
+    def free_bytes(self) -> int:
+        """Bytes nobody has taken. What torch keeps for later counts as taken."""
+        ...
+
+    def give_back(self) -> None:
+        """What torch keeps and nothing uses becomes free."""
+        ...
+
+
 class Device(Protocol):
     """Where steps run. All methods but `host_fence` are called by the runner thread alone."""
 
@@ -52,6 +64,11 @@ class Device(Protocol):
     @property
     def failure(self) -> BaseException | None:
         """What the first failed work raised. Work enqueued later is skipped until `recover`. Any thread."""
+        ...
+
+    @property
+    def memory(self) -> DeviceMemory | None:
+        """None: steps run in the host's memory, where nothing of it is held back for them."""
         ...
 
     def pinned(self, num_bytes: int) -> torch.Tensor:

@@ -59,6 +59,10 @@ class LateDevice:
     def failure(self) -> BaseException | None:
         return self._failure
 
+    @property
+    def memory(self) -> None:
+        return None
+
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 

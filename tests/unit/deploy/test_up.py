@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from deploy.up import LogLines, _Up, call_address, route_flags
+from deploy.log_lines import LogLines
+from deploy.up import _Up, call_address, route_flags
 
 
 def test_flags_go_to_whoever_knows_them() -> None:
@@ -82,3 +83,43 @@ def test_lines_wait_while_an_answer_is_written(capsys: pytest.CaptureFixture[str
         log.write("scheduler", "two")
         assert capsys.readouterr().err == "executor  | one\n"
     assert capsys.readouterr().err == "scheduler | two\n"
+
+
+class Shown:
+    """A Teller that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int, str]] = []
+        self.num_closed = 0
+
+    def tell(self, activity: str, done: int, total: int, detail: str) -> None:
+        self.told.append((activity, done, total, detail))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+PROGRESS = '{"activity": "capturing graphs", "done": 1, "total": 4, "detail": "8 rows\\u001b[2J"}'
+
+
+def test_progress_of_the_executor_becomes_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Shown()
+    log = LogLines(bar)
+    log.write("executor", PROGRESS)
+    assert bar.told == [("capturing graphs", 1, 4, "8 rows[2J")]
+    with log.held():
+        assert bar.num_closed == 1
+        log.write("executor", PROGRESS)
+        assert len(bar.told) == 1, "an answer is being written"
+    log.write("executor", '{"activity": "", "done": 0, "total": 0, "detail": ""}')
+    assert bar.num_closed == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_the_executor_is_asked_for_progress_where_there_is_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--progress" not in _Up([], {}, tmp_path).executor_command()
+    monkeypatch.setattr("deploy.up.has_terminal", lambda: True)
+    assert _Up([], {}, tmp_path).executor_command()[-2:] == ["--progress", "json"]
+    assert _Up(["--progress", "log"], {}, tmp_path).executor_command().count("--progress") == 1

@@ -1,27 +1,41 @@
-"""Capturing graphs, with a stand-in for CUDA: in which order, into which memory, and what is said of it."""
+"""Capturing graphs, with a stand-in for CUDA: in which order, into which memory, and what is told of it."""
 
 import logging
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from executor_svc import build
+from common.errors import ConfigError
+from executor_svc import warm_up
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.graph_cache import GraphCache, GraphShape, Variant
+from executor_svc.warm_up import Held, WarmUp
 
 CUDA = torch.device("cuda")
 MIB = 1 << 20
+MAX_TOKENS = 32
 
 
 class FakeCuda:
-    """Stands in for torch.cuda. `began`, `ended`: the pool of each graph whose capture began, and how many ended."""
+    """Stands in for torch.cuda and is the device's memory. A graph takes 2.5 MiB, the first in a pool 8 MiB more.
+
+    `began`, `ended`: the pool of each graph whose capture began, and how many ended.
+    """
 
     def __init__(self) -> None:
         self.num_pools = 0
         self.began: list[object] = []
         self.ended = 0
         self.free = 100 * MIB
+        self.given_back = 0
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def give_back(self) -> None:
+        self.given_back += 1
 
     def graph_pool_handle(self) -> tuple[int, int]:
         self.num_pools += 1
@@ -33,8 +47,8 @@ class FakeCuda:
     def make_graph(self) -> SimpleNamespace:
         def capture_begin(pool: object, capture_error_mode: str) -> None:
             assert self.ended == len(self.began), "one capture at a time"
+            self.free -= 5 * MIB // 2 + (0 if pool in self.began else 8 * MIB)
             self.began.append(pool)
-            self.free -= 5 * MIB // 2
 
         def capture_end() -> None:
             self.ended += 1
@@ -43,22 +57,34 @@ class FakeCuda:
 
 
 class OnCuda(CpuDevice):
+    def __init__(self, memory: FakeCuda) -> None:
+        super().__init__(threads=1)
+        self._memory = memory
+
     @property
     def torch_device(self) -> torch.device:
         return CUDA
 
+    @property
+    def memory(self) -> FakeCuda:
+        return self._memory
+
 
 class PaddingStep:
-    """What warm-up asks of a device step."""
+    """What warm-up asks of a device step; the largest takes 20 MiB, at its first run."""
 
     variants = (Variant.GREEDY, Variant.FULL)
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: FakeCuda | None = None) -> None:
         self.seen: list[GraphShape] = []
         self.prepared: list[int] = []
+        self._cuda = cuda
 
-    def run_padding(self, num_rows: int, chunks: object = (), *, full: bool = False) -> None:
+    def run_padding(self, num_rows: int, chunks: Sequence[int] = (), *, full: bool = False) -> None:
         assert not self.seen, "graphs come last"
+        if self._cuda is not None and sum(chunks) + num_rows - len(chunks) >= MAX_TOKENS:
+            self._cuda.free -= 20 * MIB
+            self._cuda = None
 
     def prepare_graphs(self, max_rows: int) -> None:
         self.prepared.append(max_rows)
@@ -74,13 +100,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", fake.graph_pool_handle)
     monkeypatch.setattr(torch.cuda, "current_stream", fake.current_stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.make_graph)
-    monkeypatch.setattr(build, "cuda_free", lambda device: fake.free)
     return fake
 
 
 def test_graphs_are_captured_largest_first_into_one_pool(cuda: FakeCuda) -> None:
     step, cache = PaddingStep(), GraphCache((2, 4, 8), (16, 64))
-    cache.capture_all(step.body, CUDA, step.variants, lambda done, total: None)
+    cache.capture((8, 4, 2), step.body, CUDA, step.variants, lambda *told: None)
     order = [GraphShape(rows, context, v) for rows in (8, 4, 2) for context in (64, 16) for v in step.variants]
     assert step.seen[::2] == step.seen[1::2] == order, "each once as it is and once captured"
     assert cuda.num_pools == 1
@@ -94,15 +119,72 @@ def test_a_capture_that_fails_is_ended(cuda: FakeCuda) -> None:
         return ()
 
     with pytest.raises(RuntimeError, match="not in a graph"):
-        GraphCache((2,), (16,)).capture_all(body, CUDA, [Variant.GREEDY], lambda done, total: None)
+        GraphCache((2,), (16,)).capture((2,), body, CUDA, [Variant.GREEDY], lambda *told: None)
     assert cuda.ended == 1
 
 
-def test_the_log_says_what_graphs_took(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
-    step, graphs, device = PaddingStep(), GraphCache((2, 4), (64,)), OnCuda(threads=1)
-    with caplog.at_level(logging.INFO, logger=build.__name__):
-        build._warm_up(device, step, graphs, 4, 32, 64, lambda what, done, total: None)  # type: ignore[arg-type]
+Told = list[tuple[str, int, int, str]]
+
+
+@pytest.fixture
+def warm_up_and_told(cuda: FakeCuda) -> Iterator[tuple[WarmUp, Told]]:
+    told: Told = []
+
+    def say(activity: str, done: int, total: int, detail: str = "") -> None:
+        told.append((activity, done, total, detail))
+
+    device = OnCuda(cuda)
+    yield WarmUp(device, 16, MAX_TOKENS, 64, say), told
     device.close()
+
+
+@pytest.mark.parametrize("rows", [(), (4,), (2, 4), (1, 2, 4), (1, 2, 4, 8, 16)])
+def test_what_steps_and_all_graphs_take_is_known_from_a_few(
+    rows: tuple[int, ...], cuda: FakeCuda, warm_up_and_told: tuple[WarmUp, Told]
+) -> None:
+    step, graphs = PaddingStep(cuda), GraphCache(rows, (64,))
+    held = warm_up_and_told[0].measure(lambda: (step, graphs), cuda)  # type: ignore[arg-type, return-value]
+    assert held == Held(20 * MIB, 0 if not rows else 8 * MIB + len(rows) * 2 * 5 * MIB // 2)
+    assert graphs.num_graphs == 2 * min(3, len(rows)), "a few are enough"
+    assert cuda.given_back == 1 and cuda.num_pools == bool(rows)
+
+
+def test_what_others_give_back_meanwhile_is_not_counted(
+    cuda: FakeCuda, warm_up_and_told: tuple[WarmUp, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frees = iter(range(0, 100 * MIB, MIB))
+    monkeypatch.setattr(cuda, "free_bytes", lambda: next(frees))
+    made = PaddingStep(), GraphCache((1, 2), (64,))
+    held = warm_up_and_told[0].measure(lambda: made, cuda)  # type: ignore[arg-type, return-value]
+    assert held == Held(0, 0)
+
+
+def test_what_graphs_took_is_told_beside_what_was_held_back(
+    cuda: FakeCuda, warm_up_and_told: tuple[WarmUp, Told], caplog: pytest.LogCaptureFixture
+) -> None:
+    step, graphs = PaddingStep(), GraphCache((2, 4), (64,))
+    warm_up_, told = warm_up_and_told
+    with caplog.at_level(logging.INFO, logger=warm_up.__name__):
+        warm_up_.run(step, graphs, Held(1, 20 * MIB))  # type: ignore[arg-type]
     assert step.prepared == [4] and graphs.num_graphs == 4
     [line] = [record.getMessage() for record in caplog.records if "graphs captured" in record.getMessage()]
-    assert line.startswith("4 graphs captured in ") and line.endswith(" s, 10.0 MiB")
+    assert line.startswith("4 graphs captured in ") and line.endswith(" s, 18.0 MiB; 20.0 MiB were held back")
+    assert [one for one in told if one[0] == "capturing graphs"] == [
+        ("capturing graphs", 1, 4, "4 rows, greedy, 10 MiB"),
+        ("capturing graphs", 2, 4, "4 rows, full, 13 MiB"),
+        ("capturing graphs", 3, 4, "2 rows, greedy, 16 MiB"),
+        ("capturing graphs", 4, 4, "2 rows, full, 18 MiB"),
+    ]
+
+
+def test_a_step_there_is_no_memory_for_is_a_clear_error(
+    cuda: FakeCuda, warm_up_and_told: tuple[WarmUp, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: PaddingStep, num_rows: int, chunks: Sequence[int] = (), *, full: bool = False) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(PaddingStep, "run_padding", no_memory)
+    made = PaddingStep(), GraphCache((2,), (64,))
+    with pytest.raises(ConfigError, match=r"the largest step: lower max_tokens_per_step \(32\).*3 GiB") as error:
+        warm_up_and_told[0].measure(lambda: made, cuda)  # type: ignore[arg-type, return-value]
+    assert error.value.field == "max_tokens_per_step"

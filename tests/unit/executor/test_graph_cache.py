@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor_svc.build import default_buckets, largest_chunks
+from executor_svc.build import default_buckets
 from executor_svc.graph_cache import GraphCache, GraphShape, Variant, bucket_for, context_buckets
+from executor_svc.warm_up import largest_chunks
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, unique=True).map(sorted), st.integers(0, 120))
@@ -42,10 +43,10 @@ def test_each_shape_is_made_and_found() -> None:
         return (torch.tensor(shape.rows),)
 
     cache = GraphCache((2, 4), (16, 64))
-    told: list[tuple[int, int]] = []
+    told: list[tuple[GraphShape, int, int]] = []
     variants = (Variant.GREEDY, Variant.FORWARD)
-    cache.capture_all(body, torch.device("cpu"), variants, lambda done, total: told.append((done, total)))
-    assert told[-1] == (8, 8) and len(told) == cache.num_graphs == 8
+    cache.capture((4, 2), body, torch.device("cpu"), variants, lambda *one: told.append(one))
+    assert told[-1] == (GraphShape(2, 16, Variant.FORWARD), 8, 8) and len(told) == cache.num_graphs == 8
     assert not seen, "there is nothing to capture here"
     found = cache.find(3, 20, Variant.FORWARD)
     assert found is not None
@@ -58,7 +59,7 @@ def test_each_shape_is_made_and_found() -> None:
 def test_what_no_shape_holds_is_not_found() -> None:
     cache = GraphCache((2, 4), (16, 64))
     assert cache.find(2, 8, Variant.GREEDY) is None, "nothing is captured yet"
-    cache.capture_all(lambda shape: (), torch.device("cpu"), [Variant.GREEDY], lambda done, total: None)
+    cache.capture((4, 2), lambda shape: (), torch.device("cpu"), [Variant.GREEDY], lambda *told: None)
     assert cache.find(2, 8, Variant.GREEDY) is not None
     assert cache.find(2, 8, Variant.FULL) is None
     assert cache.find(5, 8, Variant.GREEDY) is None

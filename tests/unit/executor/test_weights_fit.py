@@ -96,6 +96,10 @@ def test_the_executor_asks_before_it_reads(numerics: str, tmp_path: Path, monkey
     monkeypatch.setattr(weights_fit, "host_memory", lambda: 1000)
     config = ExecutorConfig(model=str(tmp_path), device="cpu", numerics=cast(Any, numerics))
     said: list[str] = []
+
+    def say(activity: str, done: int, total: int, detail: str = "") -> None:
+        said.append(activity)
+
     with pytest.raises(ModelTooLarge, match="1000 bytes free"):
-        build_executor(config, files, 1, lambda what, done, total: said.append(what))
+        build_executor(config, files, 1, say)
     assert not [what for what in said if what.startswith(("loading", "building"))]
