@@ -25,7 +25,11 @@ def start(model: Path, **settings: str) -> tuple[StepExecutor, list[str]]:
     """The executor and what its progress told."""
     config = ExecutorConfig(model=str(model), device="cpu", num_blocks=64, **settings)  # type: ignore[arg-type]
     told: list[str] = []
-    return build_executor(config, resolve(str(model)), 1, lambda what, done, total: told.append(what)), told
+
+    def say(activity: str, done: int, total: int, detail: str = "") -> None:
+        told.append(activity)
+
+    return build_executor(config, resolve(str(model)), 1, say), told
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

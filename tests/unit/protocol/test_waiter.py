@@ -188,7 +188,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
     num_handed = 0
 
-    def call_soon_threadsafe(self, *args: Any, **options: Any) -> asyncio.Handle:
+    def call_soon_threadsafe(self, *args: Any, **options: Any) -> asyncio.Handle:  # type: ignore[override]
         self.num_handed += 1
         return super().call_soon_threadsafe(*args, **options)
 
