@@ -14,9 +14,9 @@ from scheduler_svc.config import SchedulerConfig
 def test_what_is_wrong_is_one_line_and_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in (SchedulerConfig, ExecutorConfig):
         with pytest.raises(SystemExit) as left:
-            begin(kind, ["--frob"])
+            begin(kind, ["--qqqqq"])
         assert left.value.code == EXIT_CONFIG
-        assert capsys.readouterr().err == f"stepwire {kind.service}: unknown flag --frob\n"
+        assert capsys.readouterr().err == f"stepwire {kind.service}: unknown flag --qqqqq\n"
 
 
 def test_the_log_begins_with_the_configuration(caplog: pytest.LogCaptureFixture) -> None:
