@@ -140,6 +140,7 @@ class ExecutorState:
                 self._free(row, keep)
                 if keep:
                     going_on.append(sequence)
+        self.rows.recent.keep_promises()
         self._start(0, 0)
         return going_on
 

@@ -5,8 +5,9 @@ from collections import Counter
 import numpy as np
 
 from scheduler_svc.core.executor_state import ExecutorState
+from scheduler_svc.core.recent_tokens import SPAN
 from scheduler_svc.core.row_set import RowSet
-from scheduler_svc.core.rows import NEVER, RECENT, Rows
+from scheduler_svc.core.rows import NEVER, Rows
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.suspects import SUSPECT_DEATHS
@@ -47,7 +48,10 @@ def _check_rows(executor: ExecutorState) -> None:
     for row in running:
         sequence = rows.seqs[row]
         assert sequence is not None and sequence.row == row and sequence.state == SequenceState.RUNNING
-        assert sequence.length + int(rows.recent_len[row]) == rows.low[row] <= rows.high(row) <= rows.final[row]
+        num_recent = rows.low.item(row) - sequence.length
+        recent = rows.recent.of([row])[0] if num_recent else ()
+        assert len(recent) == num_recent, "recent tokens are lost, or others' are among them"
+        assert rows.low[row] <= rows.high(row) <= rows.final[row]
         assert 0 <= rows.computed(row) <= sequence.planned or rows.decoding[row]
         assert rows.computed(row) < rows.low[row]
         assert rows.high(row) - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
@@ -75,7 +79,7 @@ def _check_kept(executor: ExecutorState) -> None:
         if executor.quiet_steps:
             assert executor.quiet_steps <= rows.slack.min(), "a block is due earlier"
             assert executor.quiet_steps < rows.left[kept.index].min(), "a row ends earlier"
-    assert rows.room > 0 and rows.recent_len.max(initial=0) + rows.room <= RECENT, "recent tokens may run over"
+    assert rows.recent.room > 0 and rows.recent.oldest_age + rows.recent.room <= SPAN, "recent tokens may run over"
     length = rows.low.copy()
     for flight in executor.flights:
         _check_row_set(rows, flight.sampled)

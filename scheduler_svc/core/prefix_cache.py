@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from common.messages import U32
+from scheduler_svc.core.recent_tokens import Later
 
 _SIZE = 32
 _NO_TOKENS: U32 = np.empty(0, dtype=np.uint32)
@@ -62,12 +63,12 @@ def tenant_salt(salt: bytes, tenant: str) -> bytes:
 class Kept:
     """What one sequence left and nobody uses, in the order of its table: `num_head` registered blocks and a tail, full
     blocks that hold what it generated, not hashed yet. The last are evicted first. parent: hash of the block before the
-    tail; tokens: what the tail held at first."""
+    tail; tokens: what the tail held at first, seldom asked for."""
 
     blocks: U32
     num_head: int
     parent: bytes
-    tokens: U32
+    tokens: U32 | Later
     block_size: int
 
     def set_head(self, head: list[int]) -> None:
@@ -153,7 +154,8 @@ class PrefixCache:
                 del self._kept[kept]
             self._num_tail_blocks -= len(blocks)
             self.num_idle -= len(blocks)
-            self.register(_chain(parent, kept.tokens[: len(blocks) * kept.block_size], kept.block_size), blocks)
+            tokens = kept.tokens.read() if isinstance(kept.tokens, Later) else kept.tokens
+            self.register(_chain(parent, tokens[: len(blocks) * kept.block_size], kept.block_size), blocks)
             kept.tokens = _NO_TOKENS
             self._spare += self.keep(blocks)
 

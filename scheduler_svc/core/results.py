@@ -42,6 +42,7 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
         rows.tainted[error.row] = True
     for row, start, count in flight.prefills:
         rows.prefilled[row] = start + count
+        rows.recent.forget(row)
         executor.register(row, start + count)
     sampled, tokens = flight.sampled, result.tokens
     if executor.limbo or len(tokens) < len(sampled):  # some have ended meanwhile, or failed

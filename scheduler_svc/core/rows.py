@@ -3,13 +3,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from common.messages import U32
+from common.messages import EMPTY_U32, U32
+from scheduler_svc.core.recent_tokens import Later, RecentTokens
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.messages import WORKER_SHIFT, FinishReason
 
-RECENT = 1008  # 63 cache lines: an odd number, else the places written in one step share few cache sets
-_FLUSHED_AT_ONCE = 32
-_MAX_FLUSHES = 64  # in so many steps all rows are flushed once
 NO_TOKEN = 0xFFFFFFFF
 NEVER = 1 << 60
 
@@ -27,8 +25,7 @@ class Rows:
     cover; slack: steps it can still decode before it needs another block, about NEVER if none or not decoding.
     prefilled: known computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader
     whose prompt its table began with, 0: none. last_step: the last step naming the row.
-    recent: known tokens the Sequences have not got yet, RECENT places for each row; the row's next one goes to
-    recent_end. No row's places are full before `room` more steps.
+    recent: known tokens the Sequences have not got yet.
     num_with_stops, num_with_raw: rows whose occupant has stop ids, wants raw logits. num_of_worker: rows by the worker
     their occupant came through; who has none is not in it.
     """
@@ -49,10 +46,7 @@ class Rows:
         self.left: I64 = self._ahead[0]
         self.slack: I64 = self._ahead[1]
         self.slack[:] = NEVER
-        self._behind: I64 = np.zeros((2, num_rows), dtype=np.int64)
-        self.low: I64 = self._behind[0]
-        self.recent_end: I64 = self._behind[1]
-        self.capacity, self.prefilled = ints(), ints()
+        self.low, self.capacity, self.prefilled = ints(), ints(), ints()
         self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
         self.protected, self.ignore_eos, self.raw_logits = bools(), bools(), bools()
         self.end_reason = [FinishReason.MAX_TOKENS] * num_rows
@@ -60,10 +54,7 @@ class Rows:
         self.table: U32 = np.zeros((num_rows, max_blocks), dtype=np.uint32)
         self.table_len = ints()
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
-        self.recent: U32 = np.zeros(num_rows * RECENT, dtype=np.uint32)
-        self._recent_start: I64 = np.arange(num_rows, dtype=np.int64) * RECENT
-        self.recent_end[:] = self._recent_start
-        self.room = RECENT - _MAX_FLUSHES
+        self.recent = RecentTokens(num_rows)
         self.tenant, self.forked_from = ints(), ints()
         self.num_with_stops = self.num_with_raw = 0
         self.num_of_worker: dict[int, int] = {}
@@ -73,7 +64,7 @@ class Rows:
 
     def blocks(self, row: int) -> U32:
         """The row's block table: a view."""
-        return self.table[row, : self.table_len[row]]
+        return self.table[row, : self.table_len.item(row)]
 
     def occupy(self, row: int, sequence: Sequence, admission_id: int, final: int, end_reason: FinishReason) -> None:
         """`sequence` takes the free row and ends at `final`, for `end_reason`. What the occupant before left behind is
@@ -110,10 +101,9 @@ class Rows:
 
     def append(self, index: I64, advance: I64, tokens: U32) -> None:
         """One more token is known for each row of `index`, for which `advance` has a 1."""
-        self.recent[self.recent_end[index]] = tokens
-        self._behind += advance
-        self.room -= 1
-        if not self.room:
+        self.recent.append(index, tokens)
+        self.low += advance
+        if not self.recent.room:
             self.make_room()
 
     def high(self, row: int) -> int:
@@ -124,40 +114,37 @@ class Rows:
         """Positions whose KV is known to be in the row's blocks."""
         sequence = self.seqs[row]
         assert sequence is not None
-        low = int(self.low[row])
-        return low - 1 if low > sequence.admitted_len else int(self.prefilled[row])
-
-    @property
-    def recent_len(self) -> I64:
-        """Tokens in `recent`."""
-        return self.recent_end - self._recent_start
+        low = self.low.item(row)
+        return low - 1 if low > sequence.admitted_len else self.prefilled.item(row)
 
     def flush(self, row: int) -> None:
         """Moves the row's tokens of `recent` into the Sequence."""
-        sequence, start, end = self.seqs[row], row * RECENT, int(self.recent_end[row])
-        assert sequence is not None
-        if end > start:
-            sequence.append(self.recent[start:end])
-            self.recent_end[row] = start
-
-    def known(self, row: int, start: int, end: int) -> U32:
-        """A copy of the occupant's known tokens [start, end); those before `start` are in the Sequence."""
         sequence = self.seqs[row]
         assert sequence is not None
-        own, at = sequence.view(), row * RECENT
+        if self.low.item(row) > sequence.length:
+            sequence.append(self.recent.of([row])[0])
+        self.recent.forget(row)
+
+    def known(self, row: int, start: int, end: int) -> U32 | Later:
+        """The occupant's known tokens [start, end), as of now; those before `start` are in the Sequence."""
+        sequence = self.seqs[row]
+        assert sequence is not None
+        own = sequence.view()
         if end <= len(own):
             return own[start:end].copy()
         if start >= len(own):
-            return self.recent[at + start - len(own) : at + end - len(own)].copy()
-        return np.concatenate((own[start:], self.recent[at : at + end - len(own)]))
+            return self.recent.later(row, EMPTY_U32, start - len(own), end - len(own))
+        return self.recent.later(row, own[start:].copy(), 0, end - start)
 
     def make_room(self) -> None:
-        """Flushes the rows that hold most, a few at a time: rows admitted together fill together. Called when `room`
-        is used up, this leaves some."""
-        for row in np.argsort(self.recent_len)[-max(_FLUSHED_AT_ONCE, len(self) // _MAX_FLUSHES) :].tolist():
-            if self.seqs[row] is not None:
-                self.flush(row)
-        self.room = max(1, RECENT - _MAX_FLUSHES - int(self.recent_len.max()))
+        """Flushes the rows that were not for longest, a few at a time: rows admitted together are due together."""
+        oldest = self.recent.oldest()
+        for row, tokens in zip(oldest, self.recent.of(oldest), strict=True):
+            sequence = self.seqs[row]
+            if sequence is not None and self.low.item(row) > sequence.length:
+                sequence.append(tokens)
+            self.recent.forget(row)
+        self.recent.make_room()
 
     def clear(self, row: int) -> None:
         """The row, given up before, is free: nothing of its occupant counts any more."""
@@ -176,5 +163,4 @@ class Rows:
             del self.num_of_worker[worker]
         self.seqs[row] = None
         self.admission[row] = self.table_len[row] = self.keys[row] = self.final[row] = self.forked_from[row] = 0
-        self.recent_end[row] = row * RECENT
         self.accept[row] = self.tainted[row] = False

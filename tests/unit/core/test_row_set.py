@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from common.messages import Sampling, u32
+from scheduler_svc.core.recent_tokens import SPAN
 from scheduler_svc.core.row_set import SEVERAL, RowSet
-from scheduler_svc.core.rows import RECENT, Rows
+from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.messages import WORKER_SHIFT, Submit
 
@@ -27,13 +28,13 @@ def test_every_token_of_rows_that_fill_together_or_apart_reaches_its_sequence() 
     sets = [RowSet.of(rows, np.arange(NUM_ROWS)), RowSet.of(rows, np.arange(0, NUM_ROWS, 3))]
 
     def steps() -> Iterator[RowSet]:
-        for step in range(2 * RECENT + 7):
+        for step in range(2 * SPAN + 7):
             yield sets[step % 5 == 0]
 
     for step, chosen in enumerate(steps()):
         tokens = u32(1000 * step + chosen.index)
         chosen.append(tokens)
-        assert rows.recent_len.max() + rows.room <= RECENT
+        assert rows.recent.oldest_age + rows.recent.room <= SPAN
         for row, token in zip(chosen.index.tolist(), tokens.tolist(), strict=True):
             told[row].append(token)
     for row in range(NUM_ROWS):
