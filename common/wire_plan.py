@@ -7,20 +7,26 @@ from common.bitmaps import pack_bitmap, unpack_bitmap
 from common.wire_columns import check_lengths, pack_f32, pack_u32, unpack_f32, unpack_u32
 from stepwire.executor.v1 import executor_pb2 as pb
 
-_PLAIN = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "min_tokens", "max_tokens", "ignore_eos", "num_logprobs", "num_prompt_logprobs", "prompt_logprobs_from",
-    "grammar_kind", "grammar", "adapter_id",
+# Fields that are zero in most requests.
+_RARE = (
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "num_logprobs",
+    "num_prompt_logprobs", "prompt_logprobs_from", "grammar_kind", "grammar", "adapter_id",
 )  # fmt: skip
-_plain_of = attrgetter(*_PLAIN)
+_rare_of = attrgetter(*_RARE)
 
 
 def encode_sampling(s: m.Sampling, p: pb.Sampling) -> None:
     """Writes `s` into the empty `p`. Touches only what is there: a zero is what an absent field says."""
     p.SetInParent()
-    for name, value in zip(_PLAIN, _plain_of(s), strict=True):
-        if value:
-            setattr(p, name, value)
+    p.seed = s.seed
+    p.max_tokens = s.max_tokens
+    p.temperature = s.temperature
+    p.top_p = s.top_p
+    p.repetition_penalty = s.repetition_penalty
+    if any(rare := _rare_of(s)):
+        for name, value in zip(_RARE, rare, strict=True):
+            if value:
+                setattr(p, name, value)
     if s.stop_ids:
         p.stop_ids = pack_u32(m.u32(s.stop_ids))
     if s.bias:
@@ -77,15 +83,14 @@ def encode_plan(plan: m.StepPlan, p: pb.StepPlan) -> None:
         if column is not m.EMPTY_U32 and len(column):
             setattr(p, name, pack_u32(column))
     for a in plan.admit:
-        added = p.admit.add(
-            row=a.row,
-            admission_id=a.admission_id,
-            tokens=pack_u32(a.tokens),
-            length=a.length,
-            prompt_len=a.prompt_len,
-            computed_len=a.computed_len,
-            blocks=pack_u32(a.blocks),
-        )
+        added = p.admit.add()
+        added.row = a.row
+        added.admission_id = a.admission_id
+        added.tokens = pack_u32(a.tokens)
+        added.length = a.length
+        added.prompt_len = a.prompt_len
+        added.computed_len = a.computed_len
+        added.blocks = pack_u32(a.blocks)
         encode_sampling(a.sampling, added.sampling)
     for f in plan.fork:
         p.fork.add(source_row=f.source_row, row=f.row, admission_id=f.admission_id, length=f.length, seed=f.seed)

@@ -3,8 +3,6 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from common.messages import EMPTY_U32, MAX_EXTEND_TOKENS, U32, Admit, Extend, Sampling, StepPlan, u32
 from scheduler_svc.core.executor_state import ExecutorState, Flight
 from scheduler_svc.core.row_set import RowSet
@@ -18,9 +16,7 @@ def _columns(entries: Collection[tuple[int, ...]], width: int) -> tuple[U32, ...
     """Entries of `width` values each as so many columns."""
     if not entries:
         return (EMPTY_U32,) * width
-    columns = np.array(tuple(zip(*entries, strict=True)), dtype=np.uint32)
-    columns.setflags(write=False)
-    return tuple(columns)
+    return tuple([u32(column) for column in zip(*entries, strict=True)])
 
 
 def admit_bytes(num_tokens: int, num_blocks: int, sampling: Sampling) -> int:

@@ -88,9 +88,9 @@ class RowSet:
     def _worker(self) -> int:
         if not len(self):
             return SEVERAL
-        first = int(self.keys[0])
         if len(self.rows.num_of_worker) == 1:
-            return first >> WORKER_SHIFT
+            return next(iter(self.rows.num_of_worker))
+        first = int(self.keys[0])
         # Of keys all of which begin alike the bits that differ are low ones.
         differ = int(np.bitwise_or.reduce(self.keys)) ^ int(np.bitwise_and.reduce(self.keys))
         return SEVERAL if differ >> WORKER_SHIFT else first >> WORKER_SHIFT
