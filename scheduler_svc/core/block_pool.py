@@ -67,7 +67,8 @@ class BlockPool:
         if self.cache is None:
             return []
         blocks = self.cache.match(hashes, limit)
-        self._push(self.cache.take_spare())
+        if spare := self.cache.take_spare():
+            self._push(spare)
         return blocks
 
     def count_idle(self, blocks: list[int]) -> int:
@@ -84,7 +85,8 @@ class BlockPool:
         if self.cache is not None:
             unused = self.cache.keep(unused, kept)
         self._push(own)
-        self._push(unused)
+        if unused:
+            self._push(unused)
 
     def _was_shared(self, block: int) -> bool:
         """Takes one of the block's users away, if it has others."""

@@ -310,7 +310,7 @@ class Scheduler:
         found = batches(executor, collected, result)
         endings: list[Ending] = []
         for entry, reason in collected.ended.items():
-            sequence = executor.rows.seqs[int(collected.sampled.index[entry])]
+            sequence = executor.rows.seqs[collected.sampled.index.item(entry)]
             assert sequence is not None
             endings.append(self._finish(sequence, reason))
         for row_error in collected.row_errors:

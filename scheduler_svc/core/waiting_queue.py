@@ -159,7 +159,7 @@ class WaitingQueue:
         return sequence.is_suspect or (self._policy.returns_first and sequence.was_admitted)
 
     def _side(self, sequence: Sequence) -> Lanes:
-        return self._long if self.is_long(sequence) else self._usual
+        return self._long if self._long_tokens and self.is_long(sequence) else self._usual
 
     def _least_turn(self) -> float | None:
         turns = [entry[0] for side in (self._usual, self._long) if (entry := side.first()) is not None]
