@@ -235,7 +235,8 @@ class ExecutorState:
         self.prefilling.remove(row)
         high, final, capacity = length + 1, rows.final.item(row), rows.capacity.item(row)
         rows.left[row] = final - high
-        rows.slack[row] = capacity - (self.depth - 2) - high + (NEVER if capacity >= final - 1 else 0)
+        slack = capacity - (self.depth - 2) - high + (NEVER if capacity >= final - 1 else 0)
+        rows.slack[row], rows.least_slack = slack, min(rows.least_slack, slack)
         rows.decoding[row] = True
         self._decoding = None
         return high == final

@@ -42,6 +42,7 @@ def _check_rows(executor: ExecutorState) -> None:
     assert sorted([*running, *executor.limbo]) == occupied, "a row is neither running nor in limbo, or both"
     admissions = rows.admission[occupied].tolist()
     assert len(set(admissions)) == len(admissions) and 0 not in admissions, "an admission id is used twice"
+    assert rows.least_slack <= rows.slack.min(initial=NEVER), "a block may be due unseen"
     for row in executor.limbo:
         assert not rows.left[row]
         assert rows.last_step[row] > executor.last_result, f"row {row} stays in limbo after its last result"

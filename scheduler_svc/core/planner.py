@@ -86,7 +86,9 @@ class Planner:
     def _with_blocks(self, draft: Draft, ready: RowSet) -> RowSet:
         """`ready`, without who has to sit out or was preempted for a block."""
         executor, rows = draft.executor, draft.executor.rows
-        if np.minimum.reduce(rows.slack) <= 0:
+        if rows.least_slack <= 0:
+            rows.least_slack = int(np.minimum.reduce(rows.slack))
+        if rows.least_slack <= 0:
             self._grant(draft, (rows.slack <= self._early(executor)).nonzero()[0])
         if draft.blocks_owed:
             return RowSet.where(rows, (rows.left > 0) & (rows.capacity >= rows.final - rows.left))

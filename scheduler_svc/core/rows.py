@@ -22,7 +22,8 @@ class Rows:
     sequence ended). tainted: its blocks must not enter the prefix cache. decoding: its last prefill chunk is planned.
     protected: may not be preempted. low: known tokens; final: where it ends, for end_reason; left: of its tokens up to
     there, those not planned yet, 0 while not decoding. table[row, :table_len]: its blocks; capacity: token slots they
-    cover; slack: steps it can still decode before it needs another block, about NEVER if none or not decoding.
+    cover; slack: steps it can still decode before it needs another block, about NEVER if none or not decoding;
+    least_slack: no row's is lower.
     prefilled: known computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader
     whose prompt its table began with, 0: none. last_step: the last step naming the row.
     recent: known tokens the Sequences have not got yet.
@@ -46,6 +47,7 @@ class Rows:
         self.left: I64 = self._ahead[0]
         self.slack: I64 = self._ahead[1]
         self.slack[:] = NEVER
+        self.least_slack = NEVER
         self.low, self.capacity, self.prefilled = ints(), ints(), ints()
         self.running, self.accept, self.tainted, self.decoding = bools(), bools(), bools(), bools()
         self.protected, self.ignore_eos, self.raw_logits = bools(), bools(), bools()
@@ -98,6 +100,7 @@ class Rows:
     def plan_tokens(self, advance: I64) -> None:
         """One more token is planned for each row with a 1."""
         self._ahead -= advance
+        self.least_slack -= 1
 
     def append(self, index: I64, advance: I64, tokens: U32) -> None:
         """One more token is known for each row of `index`, for which `advance` has a 1."""
