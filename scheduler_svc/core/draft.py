@@ -99,11 +99,12 @@ class Draft:
         if self.prefills:
             prefill_keys = executor.rows.keys.take(prefill_rows)
             prefill_keys.setflags(write=False)
+        sampled = decode.joined_by(self.sampling_prefills)
         record = StepRecord(
             executor_id=executor.id,
             plan=plan,
             planned_ns=now_ns,
-            decode_keys=decode.keys,
+            sampled_keys=sampled.keys,
             prefill_keys=prefill_keys,
             decode_tokens=num_decodes,
             prefill_tokens=prefill_tokens,
@@ -111,7 +112,6 @@ class Draft:
             waiting=waiting,
             free_blocks=executor.pool.available,
         )
-        sampled = decode.joined_by(self.sampling_prefills)
         executor.flights.append(Flight(self.step_id, record, sampled, self.prefills, self.has_last_token))
         if self.sampling_prefills and not self.has_last_token:
             executor.keep_decoding(sampled)

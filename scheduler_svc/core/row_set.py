@@ -33,8 +33,7 @@ class RowSet:
     """Rows with their present occupants, ascending: valid as long as no row of it is freed, so for a step in flight.
 
     mask: bool [num_rows]. index and column: the same rows, for numpy and for the plan. advance: [num_rows] 1 for rows
-    of the set, else 0, so that a column over all rows moves on with one addition. keys: uint64, of the requests.
-    Nobody writes to any of them.
+    of the set, else 0, so that a column over all rows moves on with one addition. Nobody writes to any of them.
     """
 
     rows: Rows
@@ -42,7 +41,7 @@ class RowSet:
     index: I64
     column: U32
     advance: I64
-    keys: U64
+    _keys: U64 | None = None
     _batch: BatchColumns | None = None
 
     def __len__(self) -> int:
@@ -53,9 +52,7 @@ class RowSet:
         """The rows for which `mask`, handed over, is true."""
         index = mask.nonzero()[0]
         advance: I64 = mask.astype(np.int64)
-        keys = rows.keys.take(index)
-        keys.setflags(write=False)
-        return cls(rows, mask, index, column_of(mask, index), advance, keys)
+        return cls(rows, mask, index, column_of(mask, index), advance)
 
     @classmethod
     def of(cls, rows: Rows, index: I64) -> "RowSet":
@@ -72,6 +69,14 @@ class RowSet:
         for row in others:
             both[row] = True
         return RowSet.where(self.rows, both)
+
+    @property
+    def keys(self) -> U64:
+        """uint64, of the requests. Not every set is asked."""
+        if self._keys is None:
+            self._keys = self.rows.keys.take(self.index)
+            self._keys.setflags(write=False)
+        return self._keys
 
     def append(self, tokens: U32) -> None:
         """Books one known token for each row."""

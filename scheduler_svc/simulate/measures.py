@@ -58,7 +58,7 @@ class StepList:
             step.end_ns,
             record.decode_tokens,
             record.prefill_tokens,
-            len(record.decode_keys) + len(record.prefill_keys),
+            record.decode_tokens + len(record.prefill_keys),
             record.running,
             record.waiting,
             record.free_blocks,
