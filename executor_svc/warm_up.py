@@ -109,7 +109,8 @@ class WarmUp:
             self.say(activity, done, total, detail if memory.own is None else f"{detail}, {memory.now() / MIB:.0f} MiB")
 
         def work() -> None:
-            step.prepare_graphs(graphs.row_buckets[-1])
+            if not graphs.num_graphs:
+                step.prepare_graphs(graphs.row_buckets[-1])
             graphs.capture(rows, step.body, self.device.torch_device, step.variants, say)
 
         self._do(work, "every graph")

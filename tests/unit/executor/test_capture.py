@@ -146,6 +146,7 @@ def test_what_steps_and_all_graphs_take_is_known_from_a_few(
     held = warm_up_and_told[0].measure(lambda: (step, graphs), cuda)  # type: ignore[arg-type, return-value]
     assert held == Held(20 * MIB, 0 if not rows else 8 * MIB + len(rows) * 2 * 5 * MIB // 2)
     assert graphs.num_graphs == 2 * min(3, len(rows)), "a few are enough"
+    assert step.prepared == [*rows[-1:]], "what all share is taken once"
     assert cuda.given_back == 1 and cuda.num_pools == bool(rows)
 
 
