@@ -60,7 +60,9 @@ def run_loads(
                 machine.measure()
                 if not turn:
                     replayer.warm_up(planned[name])
+                begin = time.perf_counter()
                 replayer.replay(planned[name], taken[name, weights])
+                _tell(f"{name} on {weights}, turn {turn + 1}", begin)
     return {name: {weights: taken[name, weights].summarise() for weights in runners} for name in loads}
 
 
@@ -85,6 +87,11 @@ def run_cases(runners: Mapping[str, Runner], cases: Sequence[str], seconds: floa
     return {
         case: {weights: summarise(samples[case, weights], per_ns[weights]) for weights in runners} for case in cases
     }
+
+
+def _tell(what: str, begin: float) -> None:
+    """What was done, while the rest goes on."""
+    print(f"{what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
 def _ticks(runner: Runner) -> int:
@@ -179,12 +186,13 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an executor's process
-    runners = {
-        weights: executor_steps.build(
+    runners = {}
+    for weights in args.weights:
+        begin = time.perf_counter()
+        runners[weights] = executor_steps.build(
             args.model, threads=args.threads, weights=weights, load_format=args.load_format, num_blocks=NUM_BLOCKS
         )
-        for weights in args.weights
-    }
+        _tell(f"{weights} is ready", begin)
     gc.collect()
     read = {weights: weight_bytes(runner) for weights, runner in runners.items()}
     machine = Machine(read.values())
