@@ -63,6 +63,7 @@ def run_loads(
                 begin = time.perf_counter()
                 replayer.replay(planned[name], taken[name, weights])
                 _tell(f"{name} on {weights}, turn {turn + 1}", begin)
+                machine.measure()
     return {name: {weights: taken[name, weights].summarise() for weights in runners} for name in loads}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from bench.plans import greedy
 from bench.step_batch import Lengths
 from bench.step_work import StepSize, Work, rates
-from common.messages import Admit, Hello, StepPlan, StepResult, u32
+from common.messages import U32, Admit, Hello, StepPlan, StepResult, u32
 from executor_svc.kernels_cpu.decoder import NativeDecoder
 from executor_svc.runner import Runner
 
@@ -92,11 +92,8 @@ class Turns:
         table, release = self._behind(decodes, context, prompt), u32([])
         for _ in range(STEPS):
             admit = (replace(self._admit(decodes, prompt, 1), blocks=table),)
-            work = piece_of(decodes, 0, prompt)
-            rows = u32(range(decodes))
-            self._step(
-                samples, release=release, admit=admit, decode_rows=rows, num_tokens=decodes + prompt, **work
-            )  # fmt: skip
+            work = {"num_tokens": decodes + prompt, **piece_of(decodes, 0, prompt)}
+            self._step(samples, release=release, admit=admit, decode_rows=u32(range(decodes)), **work)
             release = u32([decodes])
 
     def _begin_decoding(self, count: int, context: int) -> None:
@@ -109,7 +106,7 @@ class Turns:
     def _blocks_of(self, context: int) -> int:
         return (context + STEPS) // self._block_size + 1
 
-    def _behind(self, rows: int, context: int, tokens: int) -> Any:
+    def _behind(self, rows: int, context: int, tokens: int) -> U32:
         """Blocks for so many tokens, behind those of rows of `context`."""
         first = rows * self._blocks_of(context)
         return u32(range(first, first + tokens // self._block_size + 1))
