@@ -78,6 +78,7 @@ class Driver:
         self.epoch = epoch
         self.results: list[StepResult] = []
         self.outputs: list[Output] = []
+        self.numbers: dict[int, int] = {}  # of the requests, by admission id
         self._info = executor.info
         self._rng = random.Random(options.seed)
         self._rows = list(range(self._info.num_rows))
@@ -219,6 +220,7 @@ class Driver:
             return None
         state.row, state.admission_id = self._rows.pop(), self._next_admission
         self._next_admission += 1
+        self.numbers[state.admission_id] = state.number
         state.length, state.blocks = len(state.tokens), self._cached(state.tokens)
         state.computed = len(state.blocks) * self._info.block_size
         first = max(self.options.piece, state.computed + 1) if self.options.piece else state.length

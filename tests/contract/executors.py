@@ -1,14 +1,14 @@
-"""The executors the contract holds for, all of one size, so that one set of plans fits them all."""
+"""Executors of one size, so that one set of plans fits them all; kinds.py says which the contract holds for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from executor_svc.attention.layout import AttentionBackend, AttentionShape
 from executor_svc.attention.varlen import VarlenAttention
-from executor_svc.build import build_runner, make_device, make_ops
+from executor_svc.build import build_runner, make_ops
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.kernels_cpu.compile import NoKernels
 from executor_svc.kernels_cpu.decoder import NativeDecoder, pack_decoder
@@ -18,9 +18,7 @@ from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder
 from executor_svc.numerics import ExactOps, FastOps
 from executor_svc.runner import Runner
-from executor_svc.step_executor import StepExecutor
 from executor_svc.streams import Device
-from tests.contract.late_device import LateDevice
 from tests.fakes.toy_executor import ToyExecutor, toy_info
 from tests.random_model import random_decoder, random_weights
 from tests.varlen_reference import varlen_reference
@@ -34,31 +32,33 @@ MAX_CONTEXT = 64
 EOS = 2
 NAN_TOKEN = 96
 
-# "varlen stand-in": backend varlen over a plain stand-in for torch's varlen_attn, which needs CUDA.
-KINDS = ("toy", "exact", "fast", "late", "graphs", "triton", "varlen stand-in", "native")
 
-
-def tiny_config(*, window: int = 0) -> ModelConfig:
+def tiny_config(*, window: int = 0, num_layers: int = 2) -> ModelConfig:
     return ModelConfig(
         architecture="llama",
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,
         max_positions=MAX_CONTEXT,
-        windows=(0, window),
+        windows=(0, window)[:num_layers],
     )
 
 
 def tiny_model(
-    ops: FastOps | ExactOps, *, nan_token: bool = False, window: int = 0, device: torch.device | None = None
+    ops: FastOps | ExactOps,
+    *,
+    nan_token: bool = False,
+    window: int = 0,
+    num_layers: int = 2,
+    device: torch.device | None = None,
 ) -> Decoder:
     """Random weights, wide enough apart that no token hangs on a last bit."""
     where = device or torch.device("cpu")
-    model = random_decoder(tiny_config(window=window), ops, scale=0.3)
+    model = random_decoder(tiny_config(window=window, num_layers=num_layers), ops, scale=0.3)
     if nan_token:
         model.weights.embedding[NAN_TOKEN] = torch.nan
     if where.type != "cpu":
@@ -86,6 +86,7 @@ def tiny_runner(
     device: Device | None = None,
     nan_token: bool = False,
     window: int = 0,
+    num_layers: int = 2,
     depth: int = 4,
     block_size: int = BLOCK_SIZE,
     num_blocks: int = NUM_BLOCKS,
@@ -98,7 +99,7 @@ def tiny_runner(
     if attention_backend == "triton":
         ops = interpreted(ops)
     return build_runner(
-        tiny_model(ops, nan_token=nan_token, window=window, device=device.torch_device),
+        tiny_model(ops, nan_token=nan_token, window=window, num_layers=num_layers, device=device.torch_device),
         ops=ops,
         device=device,
         block_size=block_size,
@@ -114,25 +115,33 @@ def tiny_runner(
     )
 
 
-def native_runner(*, nan_token: bool = False) -> Runner:
+def native_runner(
+    weights: Format = Format.DENSE,
+    *,
+    device: Device | None = None,
+    nan_token: bool = False,
+    depth: int = 4,
+    buckets: Sequence[int] = (),
+) -> Runner:
     """The CPU kernels, which want sizes that are multiples of 32. Skips where this machine can not build them."""
     try:
         library = load_library()
     except NoKernels as error:
         pytest.skip(str(error))
     config = replace(tiny_config(), intermediate_size=64, head_dim=32)
-    ops = make_ops("fast")
-    weights = random_weights(config, scale=0.3)
+    drawn = random_weights(config, scale=0.3)
     if nan_token:
-        weights.embedding[NAN_TOKEN] = torch.nan
+        drawn.embedding[NAN_TOKEN] = torch.nan
     return build_runner(
-        NativeDecoder(config, pack_decoder(config, weights, Format.DENSE), library, threads=2),
-        ops=ops,
-        device=CpuDevice(threads=1),
+        NativeDecoder(config, pack_decoder(config, drawn, weights), library, threads=2),
+        ops=make_ops("fast"),
+        device=device or CpuDevice(threads=1),
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         max_num_seqs=MAX_SEQS,
         max_tokens_per_step=MAX_TOKENS,
+        pipeline_depth=depth,
+        buckets=buckets,
         model_id="tiny",
         model_hash="tiny-0",
         eos_ids=(EOS,),
@@ -148,6 +157,7 @@ def interpreted(ops: FastOps | ExactOps) -> FastOps | ExactOps:
 
 
 def tiny_varlen() -> VarlenAttention:
+    """Over a plain stand-in for torch's varlen_attn, which needs CUDA; tests/gpu says that it means the same."""
     config = tiny_config()
     shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
     return VarlenAttention(shape, varlen_reference, with_key_offsets=True)
@@ -165,37 +175,3 @@ def tiny_toy(*, nan_token: bool = False) -> ToyExecutor:
         max_tokens_per_step=MAX_TOKENS,
     )
     return ToyExecutor(info, nan_token=NAN_TOKEN if nan_token else None)
-
-
-@dataclass(frozen=True)
-class Maker:
-    """Makes executors of one kind."""
-
-    kind: str
-
-    def __call__(self, *, nan_token: bool = False) -> StepExecutor:
-        match self.kind:
-            case "toy":
-                return tiny_toy(nan_token=nan_token)
-            case "exact":
-                return tiny_runner(nan_token=nan_token)
-            case "fast":
-                return tiny_runner(numerics="fast", nan_token=nan_token)
-            case "late":
-                return tiny_runner(device=LateDevice(seed=1), nan_token=nan_token)
-            case "graphs":
-                return tiny_runner(nan_token=nan_token, buckets=(1, 2, 4, 8))
-            case "triton":
-                return tiny_runner(numerics="fast", attention_backend="triton", nan_token=nan_token, buckets=(1, 2, 4))
-            case "varlen stand-in":
-                return tiny_runner(
-                    numerics="fast", attention_backend=tiny_varlen(), nan_token=nan_token, buckets=(1, 2, 4, 8)
-                )
-            case "triton exact":
-                return tiny_runner(attention_backend="triton", nan_token=nan_token)
-            case "native":
-                return native_runner(nan_token=nan_token)
-            case "cuda":
-                device = make_device("cuda")
-                return tiny_runner(numerics="fast", device=device, nan_token=nan_token, buckets=(1, 2, 4, 8))
-        raise AssertionError(self.kind)

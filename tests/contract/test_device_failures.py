@@ -8,11 +8,14 @@ import torch
 from common.messages import PlanErrorCode, u32
 from executor_svc.step_executor import PlanRefused
 from executor_svc.streams import Event, Fence, Stream
-from tests.contract.executors import tiny_runner
+from tests.contract.conftest import Makers
+from tests.contract.kinds import RUNNERS
 from tests.contract.late_device import LateDevice
 from tests.contract.plans import Steps, admit, prefill, started, tokens_of
 
 PROMPT = [11, 42, 7, 90, 3, 66]
+
+pytestmark = pytest.mark.parametrize("make", RUNNERS, indirect=True)
 
 
 class LaunchingDevice(LateDevice):
@@ -55,11 +58,11 @@ def code_of(call: Callable[[], object]) -> PlanErrorCode:
     return refusal.value.error.code
 
 
-def test_out_of_memory_fails_the_step_that_met_it_and_no_earlier_one() -> None:
-    calm = started(tiny_runner())
+def test_out_of_memory_fails_the_step_that_met_it_and_no_earlier_one(make: Makers) -> None:
+    calm = started(make.runner())
     want = [prefilled(calm), calm.decode(0), calm.decode(0)]
     device = LaunchingDevice()
-    runner = tiny_runner(device=device)
+    runner = make.runner(device=device)
     steps = started(runner)
     got = [prefilled(steps)]
     good = [steps.launch(decode_rows=u32([0])) for _ in range(2)]
@@ -76,9 +79,9 @@ def test_out_of_memory_fails_the_step_that_met_it_and_no_earlier_one() -> None:
     assert [prefilled(again), again.decode(0), again.decode(0)] == want
 
 
-def test_a_lost_device_leaves_nothing_to_believe() -> None:
+def test_a_lost_device_leaves_nothing_to_believe(make: Makers) -> None:
     device = LaunchingDevice()
-    steps = started(tiny_runner(device=device))
+    steps = started(make.runner(device=device))
     prefilled(steps)
     pending = [steps.launch(decode_rows=u32([0])) for _ in range(2)]
     device.lost = True

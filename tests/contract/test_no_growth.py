@@ -13,14 +13,18 @@ import pytest
 
 from common.messages import Sampling
 from executor_svc.step_executor import StepExecutor
+from tests.contract.conftest import IS_FULL, Makers
 from tests.contract.driver import Driver, Options, Request
-from tests.contract.executors import MAX_CONTEXT, VOCAB, native_runner, tiny_runner
+from tests.contract.executors import MAX_CONTEXT, VOCAB
+from tests.contract.kinds import RUNNERS
 
 STEPS = int(os.environ.get("NO_GROWTH_STEPS", "2000"))
 WARM_STEPS = 1000
 # One small object of Python's kept for every fifth step would be more, and so would a KiB kept anywhere for every step.
 MAX_BLOCKS = STEPS // 5
 MAX_BYTES = STEPS << 10
+# Of interpreted kernels only the interpreter's own growth would be told.
+KINDS = [name for name, kind in RUNNERS.items() if not kind.is_interpreted]
 
 
 def serve_some(executor: StepExecutor, epoch: int) -> int:
@@ -54,19 +58,16 @@ def size() -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fast", "native"])
-def test_nothing_grows_with_steps(kind: str) -> None:
-    executor = native_runner() if kind == "native" else tiny_runner(numerics="fast")
-    try:
-        steps = epoch = 0
-        before = (0, 0)
-        while steps < STEPS + WARM_STEPS:
-            epoch += 1
-            steps += serve_some(executor, epoch)
-            if not before[0] and steps >= WARM_STEPS:
-                before = size()
-        blocks, num_bytes = (now - then for now, then in zip(size(), before, strict=True))
-    finally:
-        executor.close()
+@pytest.mark.parametrize("make", KINDS if IS_FULL else ("torch", "native"), indirect=True)
+def test_nothing_grows_with_steps(make: Makers) -> None:
+    executor = make()
+    steps = epoch = 0
+    before = (0, 0)
+    while steps < STEPS + WARM_STEPS:
+        epoch += 1
+        steps += serve_some(executor, epoch)
+        if not before[0] and steps >= WARM_STEPS:
+            before = size()
+    blocks, num_bytes = (now - then for now, then in zip(size(), before, strict=True))
     assert blocks < MAX_BLOCKS, f"{blocks} more blocks of Python's after {steps} steps in {epoch} epochs"
     assert num_bytes < MAX_BYTES, f"{num_bytes} bytes more after {steps} steps in {epoch} epochs"

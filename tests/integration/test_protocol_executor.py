@@ -300,8 +300,11 @@ def test_drain_deadline_ends_a_stream_that_stays() -> None:
 
 def test_unix_socket(tmp_path: object) -> None:
     async def main() -> None:
-        listen = f"unix:{tmp_path}/executor.sock"
-        async with serving(ToyExecutor(), listen=listen) as served, Peer(served.address) as peer:
-            await peer.hello()
+        toy = ToyExecutor(incarnation=77)
+        async with serving(toy, listen=f"unix:{tmp_path}/executor.sock") as served, Peer(served.address) as peer:
+            welcome = await peer.hello()
+            assert (welcome.incarnation, welcome.info) == (77, toy.info)
+            await peer.send(admit_plan(1, 1, PROMPT, GREEDY))
+            assert (await peer.result()).tokens.tolist() == oracle(1)
 
     run(main())

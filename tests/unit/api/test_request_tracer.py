@@ -97,3 +97,4 @@ def test_without_a_span_nothing_happens() -> None:
     handle = tracer.on_request(submit, request_attributes(submit, "m"))
     tracer.on_first_token(handle, 0.1)
     tracer.on_end(handle, {}, RequestAborted("gone"))
+    assert handle is trace.INVALID_SPAN

@@ -164,7 +164,7 @@ def test_kubernetes_service_variables_are_no_configuration() -> None:
         "STEPWIRE_PORT_50051_TCP_PORT": "50051", "STEPWIRE_EXECUTOR_SERVICE_HOST": "fd00::1",
         "STEPWIRE_EXECUTOR_PORT": "tcp://[fd00::1]:50052",
     }  # fmt: skip
-    load_config(SchedulerConfig, [], environ)
+    assert load_config(SchedulerConfig, [], environ) == load_config(SchedulerConfig, [], {})
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from executor_svc.attention.varlen import VarlenAttention, why_no_varlen
 from executor_svc.build import make_ops
 from executor_svc.kv_cache import KvCache, KvShape
 from executor_svc.numerics import ExactOps
-from tests.contract.conftest import CAN_INTERPRET
 from tests.contract.executors import interpreted
+from tests.contract.kinds import CAN_INTERPRET
 from tests.varlen_reference import varlen_reference
 
 DIM = 16
