@@ -121,16 +121,7 @@ def build_runner(
     context = min(config.max_positions, max_context or config.max_positions)
     max_blocks = -(-context // block_size)
     on_cpu = device.torch_device.type == "cpu"
-    if isinstance(ops, ExactOps):
-        if model.dtype is not torch.float32:
-            raise ConfigError(f"exact numerics need float32, not {model.dtype}", field="dtype")
-        say("checking numerics", 0, 1)
-        ops.settle(_weight_shapes(model), model.device)
-        say("checking numerics", 1, 1)
-    elif isinstance(model, Decoder) and on_cpu and model.dtype is torch.bfloat16 and can_pack():
-        say("packing weights", 0, 1)
-        ops.pack(_weights(model))
-        say("packing weights", 1, 1)
+    _settle(ops, model, device, say)
     attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows)
     shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, model.dtype)
     backend: AttentionBackend
@@ -145,14 +136,16 @@ def build_runner(
         buckets = () if on_cpu else default_buckets(max_num_seqs)
     contexts = _graph_contexts(backend, context, on_cpu)
     num_rows = max_num_seqs + LIMBO_ROWS
-    if ops.has_kernels and not on_cpu:
-        _settle_products(device, ops, model, say)
     warm_up = WarmUp(device, max_num_seqs, max_tokens_per_step, context, say)
 
-    def make(num_blocks: int) -> _Parts:
-        cache = make_cache(shape, num_blocks, lambda size, dtype: device.zeros(*size, dtype=dtype))
-        state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
-        rings = StepRings(device, pipeline_depth, _staging_bytes(max_tokens_per_step, num_rows), max_num_seqs)
+    def make(count: int) -> _Parts:
+        try:
+            cache = make_cache(shape, count, lambda size, dtype: device.zeros(*size, dtype=dtype))
+            state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
+            rings = StepRings(device, pipeline_depth, _staging_bytes(max_tokens_per_step, num_rows), max_num_seqs)
+        except torch.OutOfMemoryError as error:
+            text = f"there is no memory for {count} KV blocks and the state of {num_rows} rows: {error}"
+            raise ConfigError(text, field="num_blocks" if num_blocks else "kv_cache_memory") from error
         graphs = GraphCache(buckets, contexts)
         step = DeviceStep(model, backend, cache, state, graphs, rings, kernels=step_kernels(ops))
         # What was filled above ran on the default stream, which the others do not wait for.
@@ -178,11 +171,7 @@ def build_runner(
         blocks_per_sequence=max_blocks,
         note="" if held is None else str(held),
     )
-    try:
-        parts = make(count)
-    except torch.OutOfMemoryError as error:
-        field = "num_blocks" if num_blocks else "kv_cache_memory"
-        raise ConfigError(f"there is no memory for {count} KV blocks: {error}", field=field) from error
+    parts = make(count)
     warm_up.run(*parts.steps, held)
     info = ExecutorInfo(
         model_id=model_id,
@@ -236,6 +225,23 @@ def _graph_contexts(backend: AttentionBackend, context: int, on_cpu: bool) -> tu
     if not backend.gathers:
         return (context,)
     return context_buckets(context if on_cpu else min(context, GRAPH_CONTEXT))
+
+
+def _settle(ops: FastOps | ExactOps, model: Model, device: Device, say: Progress) -> None:
+    """Readies the operations for the model's own weights on this device. Raises ConfigError."""
+    on_cpu = device.torch_device.type == "cpu"
+    if isinstance(ops, ExactOps):
+        if model.dtype is not torch.float32:
+            raise ConfigError(f"exact numerics need float32, not {model.dtype}", field="dtype")
+        say("checking numerics", 0, 1)
+        ops.settle(_weight_shapes(model), model.device)
+        say("checking numerics", 1, 1)
+    elif isinstance(model, Decoder) and on_cpu and model.dtype is torch.bfloat16 and can_pack():
+        say("packing weights", 0, 1)
+        ops.pack(_weights(model))
+        say("packing weights", 1, 1)
+    elif ops.has_kernels and not on_cpu:
+        _settle_products(device, ops, model, say)
 
 
 def _settle_products(device: Device, ops: FastOps | ExactOps, model: Model, say: Progress) -> None:
