@@ -43,8 +43,8 @@ class BlockPool:
 
     def allocate(self, count: int) -> U32:
         """`count` blocks with one user each; evicts idle cached blocks only when free ones are out."""
-        assert self.can_allocate(count)
         if count > self.num_free:
+            assert self.can_allocate(count)
             self._evict(count - self.num_free)
         top = self.num_blocks - self.num_free
         self.num_free -= count
@@ -67,8 +67,8 @@ class BlockPool:
         if self.cache is None:
             return []
         blocks = self.cache.match(hashes, limit)
-        if spare := self.cache.take_spare():
-            self._push(spare)
+        if self.cache.spare:
+            self._push(self.cache.take_spare())
         return blocks
 
     def count_idle(self, blocks: list[int]) -> int:

@@ -286,7 +286,7 @@ class Planner:
         head = find_head(executor, sequence)
         fresh = num_blocks - len(head.blocks)
         # Each running sequence may want one block soon: admitting into that room would only preempt someone.
-        need = fresh + pool.count_idle(head.blocks)
+        need = fresh + (pool.count_idle(head.blocks) if head.blocks else 0)
         if need + executor.num_running > pool.available:
             executor.blocked = (sequence.ticket, need, version)
             return False

@@ -93,7 +93,7 @@ class PrefixCache:
         self._tails: dict[bytes, list[Kept]] = {}  # those with a tail, by its parent
         self._num_tail_blocks = 0
         self.num_idle = 0  # blocks
-        self._spare: list[int] = []
+        self.spare: list[int] = []  # see take_spare
         self.version = 0  # rises with all that can be found
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class PrefixCache:
 
     def take_spare(self) -> list[int]:
         """Blocks that were idle and turned out to hold what others hold: nobody has them now."""
-        spare, self._spare = self._spare, []
+        spare, self.spare = self.spare, []
         return spare
 
     def register(self, digests: list[bytes], blocks: list[int]) -> None:
@@ -157,7 +157,7 @@ class PrefixCache:
             tokens = kept.tokens.read() if isinstance(kept.tokens, Later) else kept.tokens
             self.register(_chain(parent, tokens[: len(blocks) * kept.block_size], kept.block_size), blocks)
             kept.tokens = _NO_TOKENS
-            self._spare += self.keep(blocks)
+            self.spare += self.keep(blocks)
 
     def clear(self) -> list[int]:
         """Forgets everything. Returns the blocks that were idle, which nobody has now."""
