@@ -13,7 +13,7 @@ from scheduler_svc.core.forks import Head, find_head
 from scheduler_svc.core.outcome import Counters
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.row_set import RowSet
-from scheduler_svc.core.rows import I64
+from scheduler_svc.core.rows import I64, NEVER
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.turns import Turns
 from scheduler_svc.core.waiting_queue import WaitingQueue
@@ -34,6 +34,7 @@ class Planner:
     ) -> None:
         self._config = config
         self._queue = queue
+        self._max_chunk = min(config.max_prefill_chunk or NEVER, config.long_prefill_token_threshold or NEVER)
         self._admission_id = 0
         self._on_first_admission = on_first_admission
         self._counters = counters
@@ -181,11 +182,7 @@ class Planner:
         executor, rows = draft.executor, draft.executor.rows
         sequence = rows.seqs[row]
         assert sequence is not None
-        count = min(sequence.admitted_len - sequence.planned, draft.tokens)
-        if self._config.max_prefill_chunk:
-            count = min(count, self._config.max_prefill_chunk)
-        if self._config.long_prefill_token_threshold:
-            count = min(count, self._config.long_prefill_token_threshold)
+        count = min(sequence.admitted_len - sequence.planned, draft.tokens, self._max_chunk)
         if sequence.sent < sequence.planned + count:
             self._send(draft, sequence, sequence.planned + count)
             count = min(count, sequence.sent - sequence.planned)
