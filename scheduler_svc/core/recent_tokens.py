@@ -8,27 +8,32 @@ from numpy.typing import NDArray
 from common.messages import U32
 
 SPAN = 1024  # steps
-_NUM_FORGOTTEN = 128  # in so many steps all rows are forgotten once
+# Tokens of one row that lie side by side, those of its neighbours beside them: a step writes into one place of memory,
+# the same for as many steps, and a row is read from one in as many.
+_TILE = 16
+_NUM_TILES = SPAN // _TILE
+_NUM_FORGOTTEN = 64  # in so many steps all rows are forgotten once
+_MAX_AGE = SPAN - _TILE - _NUM_FORGOTTEN
 _NONE = 0xFFFFFFFF  # no token: the row had none in that step
 
 
 class RecentTokens:
-    """The tokens that the last SPAN steps brought, those of one step side by side: written in one place, and read, from
-    many, only when somebody asks. Of a row those count that came since it was last forgotten. room: after so many more
-    steps some rows must be, see `oldest`."""
+    """The tokens that the last SPAN steps brought. Of a row those count that came since it was last forgotten. room:
+    after so many more steps some rows must be, see `oldest`."""
 
     def __init__(self, num_rows: int) -> None:
-        self._tokens: U32 = np.full((SPAN, num_rows), _NONE, dtype=np.uint32)
+        self._tiles: U32 = np.full((_NUM_TILES, num_rows, _TILE), _NONE, dtype=np.uint32)
         self._since: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         self._now = 0
-        self._promised: dict[int, list[ReferenceType[Later]]] = {}  # by the first step they are of
-        self.room = SPAN - _NUM_FORGOTTEN
+        self._promised: dict[int, list[ReferenceType[Later]]] = {}  # by the first tile they are in
+        self.room = _MAX_AGE
 
     def append(self, index: NDArray[np.int64], tokens: U32) -> None:
         """A step brought `tokens`, one for each row of `index`."""
-        if (promised := self._promised.pop(self._now - SPAN, None)) is not None:
+        tile, place = divmod(self._now, _TILE)
+        if not place and (promised := self._promised.pop(tile - _NUM_TILES, None)) is not None:
             _keep_promises(promised)
-        newest = self._tokens[self._now % SPAN]
+        newest = self._tiles[tile % _NUM_TILES, :, place]
         newest.fill(_NONE)
         newest[index] = tokens
         self._now += 1
@@ -38,20 +43,28 @@ class RecentTokens:
         """A copy of the tokens of each of these rows."""
         since: list[int] = self._since[rows].tolist()
         first = min(since)
-        steps = np.arange(first, self._now) % SPAN
-        found = self._tokens[steps[:, None], rows].T
-        return [_without_gaps(tokens[start - first :]) for tokens, start in zip(found, since, strict=True)]
+        return [
+            _without_gaps(tokens[start - first :])
+            for tokens, start in zip(self._read(rows, first, self._now), since, strict=True)
+        ]
+
+    def _read(self, rows: list[int], since: int, until: int) -> U32:
+        """[len(rows), steps], gaps and all."""
+        first, end = since // _TILE, -(-until // _TILE)
+        tiles = self._tiles[np.arange(first, end)[:, None] % _NUM_TILES, rows]
+        steps: U32 = tiles.transpose(1, 0, 2).reshape(len(rows), -1)
+        return steps[:, since - first * _TILE : until - first * _TILE]
 
     def later(self, row: int, before: U32, start: int, end: int) -> "Later":
         """Of `before` with the tokens behind it that the row has now, those at [start, end)."""
         since = self._since.item(row)
         later = Later(self, row, since, self._now, before, start, end)
-        self._promised.setdefault(since, []).append(ref(later))
+        self._promised.setdefault(since // _TILE, []).append(ref(later))
         return later
 
     def between(self, row: int, since: int, until: int) -> U32:
         """A copy of the row's tokens of these steps, which are among the last SPAN."""
-        return _without_gaps(self._tokens[np.arange(since, until) % SPAN, row])
+        return _without_gaps(self._read([row], since, until)[0])
 
     def keep_promises(self) -> None:
         """Nothing is asked of this object from now on."""
@@ -69,7 +82,7 @@ class RecentTokens:
 
     def make_room(self) -> None:
         """The oldest were forgotten."""
-        self.room = max(1, SPAN - _NUM_FORGOTTEN - self.oldest_age)
+        self.room = max(1, _MAX_AGE - self.oldest_age)
 
     @property
     def oldest_age(self) -> int:
