@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from common.messages import U32
 
 SPAN = 1024  # steps
-# Tokens of one row that lie side by side, those of its neighbours beside them: a step writes into one place of memory,
-# the same for as many steps, and a row is read from one in as many.
+# Tokens of one row that lie side by side: so many steps in turn write to the same memory, which stays small and warm,
+# and a row's tokens lie in so many times fewer places.
 _TILE = 16
 _NUM_TILES = SPAN // _TILE
 _NUM_FORGOTTEN = 64  # in so many steps all rows are forgotten once
@@ -48,13 +48,6 @@ class RecentTokens:
             for tokens, start in zip(self._read(rows, first, self._now), since, strict=True)
         ]
 
-    def _read(self, rows: list[int], since: int, until: int) -> U32:
-        """[len(rows), steps], gaps and all."""
-        first, end = since // _TILE, -(-until // _TILE)
-        tiles = self._tiles[np.arange(first, end)[:, None] % _NUM_TILES, rows]
-        steps: U32 = tiles.transpose(1, 0, 2).reshape(len(rows), -1)
-        return steps[:, since - first * _TILE : until - first * _TILE]
-
     def later(self, row: int, before: U32, start: int, end: int) -> "Later":
         """Of `before` with the tokens behind it that the row has now, those at [start, end)."""
         since = self._since.item(row)
@@ -65,6 +58,13 @@ class RecentTokens:
     def between(self, row: int, since: int, until: int) -> U32:
         """A copy of the row's tokens of these steps, which are among the last SPAN."""
         return _without_gaps(self._read([row], since, until)[0])
+
+    def _read(self, rows: list[int], since: int, until: int) -> U32:
+        """[len(rows), steps], gaps and all."""
+        first, end = since // _TILE, -(-until // _TILE)
+        tiles = self._tiles[np.arange(first, end)[:, None] % _NUM_TILES, rows]
+        steps: U32 = tiles.transpose(1, 0, 2).reshape(len(rows), -1)
+        return steps[:, since - first * _TILE : until - first * _TILE]
 
     def keep_promises(self) -> None:
         """Nothing is asked of this object from now on."""
