@@ -30,10 +30,9 @@ E = TypeVar("E", bound=StepExecutor)
 
 INTERPRETED = {
     "test_an_executor_is_what_its_kind_says",
-    "test_a_copy_sees_what_steps_in_flight_write_before_it",
     "test_cached_blocks_stand_for_their_tokens",
+    "test_copied_blocks_hold_what_the_source_held",
     "test_every_way_to_sample_is_in_the_graph",
-    "test_greedy_tokens_stand",
     "test_padding_writes_nowhere",
     "test_prefill_and_decode_mix_in_one_step_in_any_rows",
     "test_row_errors_kill_one_row_until_it_is_released",
