@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any, Final, Literal, Protocol, TextIO
 
@@ -45,7 +46,8 @@ class Teller(Protocol):
 
 class StartProgress:
     """A Progress that counts time for the activity named last, from its first call to its end or to the next one's
-    first call. `close` in any case, or a terminal keeps the bar."""
+    first call. `close` in any case, or a terminal keeps the bar: nothing is shown after it, though the thread that
+    loads may go on telling when the process is about to leave."""
 
     def __init__(self, teller: Teller | None = None, clock: Clock | None = None) -> None:
         """teller: None: the log."""
@@ -54,10 +56,14 @@ class StartProgress:
         self._counting = OTHER
         self._counted_ns = self._clock.monotonic_ns()
         self._seconds: dict[str, float] = {}
+        self._lock = threading.Lock()  # of the teller
+        self._is_closed = False
 
     def __call__(self, activity: str, done: int, total: int, detail: str = "") -> None:
         self._count(OTHER if done >= total > 0 else _part(activity))
-        self._teller.tell(activity, done, total, detail)
+        with self._lock:
+            if not self._is_closed:
+                self._teller.tell(activity, done, total, detail)
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -72,7 +78,10 @@ class StartProgress:
         log.info("started in %.2f s: %s", sum(self._seconds.values()), parts)
 
     def close(self) -> None:
-        self._teller.close()
+        """For good. Any thread."""
+        with self._lock:
+            self._is_closed = True
+            self._teller.close()
 
     def _count(self, then: str) -> None:
         now_ns = self._clock.monotonic_ns()

@@ -136,8 +136,40 @@ def test_the_bar_shows_bucket_count_and_memory_and_is_gone_at_the_end(monkeypatc
     assert terminal.getvalue().endswith("\x1b[2K"), "the bar's line is wiped"
 
 
+def test_what_has_no_measure_moves_after_what_had_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
+    bar = BarTeller(Console(stderr=True, width=100, color_system=None))
+
+    def drawn_after(activity: str, done: int, total: int) -> str:
+        bar.tell(activity, done, total, "")
+        bar.refresh()
+        return terminal.getvalue().rpartition("\r")[2]
+
+    assert "10/10 MB" in drawn_after("loading", 10_000_000, 10_000_000)
+    for _ in range(2):  # a trial, then the real one
+        before = drawn_after("warming up", 0, 1)
+        assert "warming up" in before and "MB" not in before and "/" not in before
+        assert "0:00:00" in drawn_after("warming up", 1, 1)
+    assert "5/10" in drawn_after("capturing graphs", 5, 10)
+    assert "/" not in drawn_after("reading", 7, 0), "of nobody knows how many"
+    bar.close()
+
+
+def test_a_thread_that_still_loads_draws_no_bar_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
+    progress = StartProgress(BarTeller(Console(stderr=True, width=100, color_system=None)))
+    progress("loading a", 1, 10)
+    progress.close()
+    drawn = terminal.getvalue()
+    progress("loading a", 2, 10)
+    progress("warming up", 0, 1)
+    progress.close()
+    assert terminal.getvalue() == drawn and sys.stderr is terminal
+
+
 def test_log_lines_go_above_the_bar_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
+    long = "[bold]words " * 20 + "w" * 200  # of several of the terminal's lines
     handler = logging.StreamHandler(sys.stderr)
     logger = logging.getLogger()
     logger.addHandler(handler)
@@ -145,6 +177,9 @@ def test_log_lines_go_above_the_bar_whole(monkeypatch: pytest.MonkeyPatch) -> No
         bar = BarTeller(Console(stderr=True, width=60, color_system=None))
         bar.tell("capturing graphs", 1, 4, "8 rows")
         logging.getLogger("some.module").warning("a line of the log")
+        logging.getLogger("some.module").warning(long)
+        sys.stderr.write("in two ")
+        sys.stderr.write("parts\nand no")
         bar.tell("capturing graphs", 2, 4, "8 rows")
         bar.close()
         assert handler.stream is terminal
@@ -152,4 +187,5 @@ def test_log_lines_go_above_the_bar_whole(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         logger.removeHandler(handler)
     lines = [line.rpartition("\x1b[2K")[2] for line in terminal.getvalue().split("\n")]
-    assert "a line of the log" in lines and "after it" in lines
+    assert "a line of the log" in lines and long in lines and "in two parts" in lines
+    assert lines[-2] == "and noafter it", "what was no whole line stands behind the bar"
