@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 
 from bench import executor_steps
-from bench.executor_cases import CASES, CONTEXT, Samples, Turns, summarise
+from bench.executor_cases import CASES, CONTEXT, Samples, Turns, sizes_of, summarise
 from bench.executor_loads import SERVICE_DEPTH, LoadReplayer, Planned, Taken
 from bench.load import WORKLOADS, Workload
 from bench.machine import Machine
@@ -164,11 +164,20 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
+def _cases(text: str) -> list[str]:
+    for case in _names(text):
+        try:
+            sizes_of(case)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{case}; bench/executor_cases.py says which there are") from None
+    return _names(text)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=_names, default=["auto"], help=f"with commas: {', '.join(WEIGHTS)}")
     parser.add_argument("--load", type=_names, default=list(WORKLOADS), help="with commas; empty: none")
-    parser.add_argument("--case", type=_names, default=list(CASES), help="with commas; empty: none")
+    parser.add_argument("--case", type=_cases, default=list(CASES), help="with commas; empty: none")
     parser.add_argument("--depth", type=int, default=SERVICE_DEPTH, help="plans in flight while a load is replayed")
     parser.add_argument("--repeat", type=int, default=1, help="how often each load is replayed")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to measure, all cases together")
@@ -180,6 +189,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, wrong in (("--weights", set(args.weights) - {*WEIGHTS}), ("--load", set(args.load) - {*WORKLOADS})):
         if wrong:
             parser.error(f"{name}: {', '.join(sorted(wrong))}")
+    if not args.weights or not (args.load or args.case):
+        parser.error("nothing to measure")
     return args
 
 

@@ -5,6 +5,7 @@ mixed-D-N, D rows decode beside N tokens of a prompt, from its token 1024 on; se
 beside a whole prompt of N tokens.
 """
 
+import re
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -20,6 +21,7 @@ from executor_svc.runner import Runner
 
 CASES: Final = ("decode-1", "decode-8", "decode-32", "prefill-128", "prefill-512", "mixed-8-152")
 CONTEXT: Final = 128
+_CASE: Final = re.compile(r"(decode-N(-N)?|prefill-N|mixed-N-N|serve-N-N-N)".replace("N", "[1-9][0-9]*"))
 STEPS: Final = 16  # of one turn
 MIXED_START: Final = 1024  # what the prompt of a mixed step has behind it
 MIXED_STEPS: Final = 8
@@ -56,17 +58,17 @@ class Turns:
 
     def run(self, case: str, samples: Samples) -> None:
         """One turn: some steps of `case`, in an epoch of their own."""
-        kind, *sizes = case.split("-")
-        count = int(sizes[0])
+        kind, sizes = sizes_of(case)
+        count = sizes[0]
         self._epoch, self._next_step = self._epoch + 1, 1
         self._runner.begin_epoch(Hello(b"by hand".ljust(16), self._epoch, 1, 0, 0))
         self._take_ticks({})
         if kind == "mixed":
-            self._mixed(count, int(sizes[1]), samples)
+            self._mixed(count, sizes[1], samples)
         elif kind == "serve":
-            self._serve(count, int(sizes[1]), int(sizes[2]), samples)
+            self._serve(count, sizes[1], sizes[2], samples)
         elif kind == "decode":
-            self._begin_decoding(count, int(sizes[1]) if len(sizes) > 1 else CONTEXT)
+            self._begin_decoding(count, sizes[1] if len(sizes) > 1 else CONTEXT)
             for _ in range(STEPS):
                 self._step(samples, decode_rows=u32(range(count)), num_tokens=count)
         else:
@@ -132,6 +134,14 @@ class Turns:
         if isinstance(self._runner.model, NativeDecoder):
             for part, ticks in self._runner.model.spent().items():
                 into[part] = into.get(part, 0) + ticks
+
+
+def sizes_of(case: str) -> tuple[str, list[int]]:
+    """Its kind and numbers. Raises ValueError for what is no case."""
+    if not _CASE.fullmatch(case):
+        raise ValueError(case)
+    kind, *sizes = case.split("-")
+    return kind, [int(size) for size in sizes]
 
 
 def piece_of(row: int, start: int, count: int) -> dict[str, Any]:

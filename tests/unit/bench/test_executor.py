@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from bench import executor, executor_steps
-from bench.executor_cases import STEPS, Samples, Turns
+from bench.executor_cases import CASES, STEPS, Samples, Turns
 from bench.executor_loads import SERVICE_DEPTH, LoadReplayer, Planned, Taken, calls_of, service_config
 from bench.gpu_shapes import write_shape
 from bench.load import INTRUDER_OUTPUT, SETTLED, Workload
 from bench.plans import plans_of
+from bench.step_work import Work
 from common.messages import Hello, StepPlan, StepResult
 from executor_svc.kernels_cpu.decoder import NativeDecoder
 from executor_svc.runner import Runner
@@ -61,7 +62,8 @@ def test_every_planned_token_comes_out(runner: Runner, name: str) -> None:
     assert found["all"]["steps"] == found["decode"]["steps"] + found["prompts"]["steps"] == len(taken.works)
     for rates in found.values():
         assert 0 < rates["p50_ms"] <= rates["p95_ms"] <= rates["p99_ms"]
-        assert rates["gb_s"] > 0 and rates["gflop_s"] > 0
+    moved = Work.sum(taken.works)
+    assert moved.num_bytes > 0 and moved.flops > 0
 
 
 @pytest.mark.parametrize("depth", [1, SERVICE_DEPTH])
@@ -143,7 +145,25 @@ def test_what_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "W1 all, 512" in lines and "W1 decode, 508" in lines and "decode-2, " in lines
 
 
-def test_what_is_no_load_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--load", "W9"], "--load: W9"),
+        (["--weights", "int2"], "--weights: int2"),
+        *((["--case", f"decode-1,{case}"], f"--case: {case}") for case in (
+            "decoed-8", "decode", "decode-", "decode-x", "decode-0", "decode-1-2-3", "prefill-1-2", "mixed-8",
+            "serve-1-2",
+        )),
+        (["--load", "", "--case", ""], "nothing to measure"),
+        (["--weights", ""], "nothing to measure"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_measured_is_refused(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        executor.main(["--load", "W9"])
-    assert "--load: W9" in capsys.readouterr().err
+        executor.main(given)
+    assert told in capsys.readouterr().err
+
+
+def test_every_usual_case_is_one() -> None:
+    assert executor.parse([]).case == list(CASES)
+    assert [executor.parse(["--case", case]).case for case in CASES] == [[case] for case in CASES]

@@ -47,7 +47,9 @@ def test_bitmap_is_as_short_as_it_can_be(rows: m.U32) -> None:
     assert np.array_equal(column, rows)
     assert bitmaps.pack_bitmap(column) == data
     assert not len(rows) or bitmaps.unpack_bitmap(data) is column
-    assert np.array_equal(bitmaps.unpack_bitmap(data + b"\0\0"), rows)
+    padded = bitmaps.unpack_bitmap(data + b"\0\0")
+    assert np.array_equal(padded, rows)
+    assert bitmaps.pack_bitmap(padded) == data
 
 
 @pytest.mark.parametrize("size", [0, 1, m.MAX_OUTPUT_CHUNK_BYTES, m.MAX_OUTPUT_CHUNK_BYTES + 1, 1_000_000])
