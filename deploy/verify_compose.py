@@ -10,6 +10,7 @@ the report says so. A wheel of torch that pip is configured with locally is put 
 import argparse
 import contextlib
 import hashlib
+import json
 import re
 import sys
 import tempfile
@@ -92,10 +93,19 @@ def check_confinement(report: Report, stack: Stack) -> None:
 
 def check_kernels(report: Report, stack: Stack) -> None:
     """The CPU kernels that were built with the image: found, loaded, and no compiler beside them."""
+    built = json.loads(stack.compose("config", "--format", "json"))["services"]["executor"]["build"]
+    compiler = (built.get("args") or {}).get("COMPILER")
     status = 'stepwire kernels status || true; command -v g++ gcc || echo "no compiler"'
     said = stack.run_inside("executor", "sh", "-c", status).strip()
-    fits = "prebuilt/step-" in said or "the processor lacks" in said
-    report.check(fits and said.endswith("no compiler"), "the executor's image brings its kernels", said)
+    what = "was built without kernels" if compiler == "" else "brings its kernels"
+    report.check(is_as_built(said, compiler), f"the executor's image {what}", said)
+
+
+def is_as_built(said: str, compiler: str | None) -> bool:
+    """Of an image's words on its kernels. `compiler`: COMPILER as it was built with; None: the Dockerfile's default."""
+    built = "no C++ compiler is installed" if compiler == "" else "prebuilt/step-"
+    other = ("the processor lacks", "they are for x86-64 processors")
+    return said.endswith("no compiler") and any(words in said for words in (built, *other))
 
 
 def tokens_of(

@@ -11,9 +11,9 @@ from executor_svc.build import build_runner, default_dtype, make_device, make_op
 from executor_svc.config import ExecutorConfig
 from executor_svc.environment import cgroup_cpus, own_cpus, why_no_triton
 from executor_svc.host_memory import take_pages
-from executor_svc.kernels_cpu.compile import NoKernels, check_able
+from executor_svc.kernels_cpu.compile import NoKernels
 from executor_svc.kernels_cpu.decoder import unsupported
-from executor_svc.kernels_cpu.library import Library, load_library
+from executor_svc.kernels_cpu.library import Library, build_library, find_library
 from executor_svc.kernels_cpu.load import load_native
 from executor_svc.kernels_cpu.packing import Format
 from executor_svc.kv_cache import KvCache
@@ -152,20 +152,20 @@ def _cpu_kernels(config: ExecutorConfig, files: ModelFiles, progress: Progress) 
     reason = _why_not_kernels(config, files)
     if not reason:
         try:
-            is_built = check_able()
+            found = find_library()
             # A build takes some seconds: what does not fit should not wait for it.
             num_bytes = native_bytes(files, model_config(files), _FORMATS[config.weight_dtype])
             _check_fit(config, files, torch.device("cpu"), f"weight_dtype {config.weight_dtype}", num_bytes)
-            if not is_built:
+            if found is None:
                 progress("building the CPU kernels", 0, 1)
-            kernels = load_library()
+            kernels = found or build_library()
         except NoKernels as error:
             reason = str(error)
         else:
-            if not is_built:
+            if found is None:
                 progress("building the CPU kernels", 1, 1)
             kind = "with tile registers" if kernels.has_tiles else "AVX-512"
-            how = "found" if is_built else "just built"
+            how = "just built" if found is None else "found"
             log.info("steps run in the CPU kernels, %s (%s: %s)", kind, how, kernels.path)
             return kernels
     if config.weight_dtype in ("int8", "int4"):

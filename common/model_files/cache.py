@@ -12,9 +12,12 @@ from common.errors import ModelError
 
 
 def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/stepwire, else ~/.cache/stepwire. Not created here."""
+    """$XDG_CACHE_HOME/stepwire, else ~/.cache/stepwire. Not created here. Raises ModelError where there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if base.startswith("/") else Path("~/.cache").expanduser()
+    try:
+        root = Path(base) if base.startswith("/") else Path("~/.cache").expanduser()
+    except RuntimeError as error:  # a container's user may have no entry in /etc/passwd
+        raise ModelError("this user has no home directory: set XDG_CACHE_HOME to where the cache may be") from error
     return root / "stepwire"
 
 

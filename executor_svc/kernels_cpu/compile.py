@@ -1,12 +1,12 @@
-"""Builds the CPU kernels, once for a kind of processor, and finds what was built before: in an image or in the cache.
+"""What the CPU kernels are built for and with, and where what was built before may be: in an image or in the cache.
 
 A library is named by its source and by the instructions it may use, never by the machine that built it: one built
 elsewhere serves here exactly where the processor has them all. A machine that has no compiler, or lacks the
 instructions, serves without; the log says which it is. Loads no torch.
 """
 
+import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import ModelError
-from common.model_files.cache import cache_dir, exclusive
+from common.model_files.cache import cache_dir
 from executor_svc.environment import read_cpu_flags
-
-log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).resolve().parent
 # Where an image holds what was built with it; see prebuild.py.
@@ -40,7 +38,7 @@ class NoKernels(Exception):
 
 
 class DamagedKernels(NoKernels):
-    """The library that was found is none this machine can load."""
+    """The library that was found, or what would be built there, is none this machine can load."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +85,23 @@ def is_x86() -> bool:
 
 
 def own_level() -> Level:
-    """The best one whose every instruction this processor has. Raises NoKernels."""
+    """The best one whose every instruction this processor has and the system lets it use. Raises NoKernels."""
     if not is_x86():
         raise NoKernels(f"they are for x86-64 processors, not for {platform.machine()}")
     flags = read_cpu_flags()
     for level in LEVELS:
-        if flags >= level.needs:
+        if flags >= level.needs and ("amx_tile" not in level.needs or gives_tiles()):
             return level
     raise NoKernels(f"the processor lacks {', '.join(sorted(LEVELS[-1].needs - flags))}")
+
+
+def gives_tiles() -> bool:
+    """Whether the system gives this process the tile registers, which it does by being asked; a sandbox may refuse.
+
+    Linux, Documentation/arch/x86/xstate.rst: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    """
+    arch_prctl, request, tile_data = (ctypes.c_long(number) for number in (158, 0x1023, 18))
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0)
 
 
 def find_compiler() -> str:
@@ -106,50 +113,39 @@ def find_compiler() -> str:
     raise NoKernels("no C++ compiler is installed (Debian's package g++, or clang)")
 
 
-def find_library() -> Path | None:
-    """What was built for this processor before; None: nothing whole. Raises NoKernels where it can not run any."""
+def built_before() -> list[Path]:
+    """Whole libraries for this processor, an image's own first: caches are shared with other systems. Raises NoKernels.
+
+    Whether one loads is not known yet.
+    """
     name = own_level().file_name()
-    return next((folder / name for folder in (*_folders(), PREBUILT) if _is_whole(folder / name)), None)
+    return [folder / name for folder in (PREBUILT, *cache_folders()) if is_whole(folder / name)]
 
 
-def check_able() -> bool:
-    """Whether the library is there already. Raises NoKernels where there certainly can be none. Builds nothing."""
-    if find_library() is not None:
-        return True
+def check_able() -> None:
+    """Raises NoKernels where the library certainly can not be built. Builds nothing."""
+    own_level()
     find_compiler()
-    return False
+    if not cache_folders():
+        raise NoKernels("there is no home directory to build them in, and XDG_CACHE_HOME names no other place")
 
 
-def kernel_library(*, again: bool = False) -> Path:
-    """The shared library for this processor, built unless it is there (`again`: although it is). Raises NoKernels."""
-    level = own_level()
-    found = None if again else find_library()
-    if found is not None:
-        return found
-    compiler, name, refusals = find_compiler(), level.file_name(), []
-    for folder in _folders():
-        try:
-            # A lock of their own: whoever fetches a model holds the cache's for as long as that takes.
-            with exclusive(folder) as work:
-                if again or not _is_whole(folder / name):
-                    log.info("building the CPU kernels (%s) with %s into %s", level.name, compiler, folder)
-                    build(compiler, level, work / name)
-                    (work / name).replace(folder / name)
-        except (OSError, ModelError) as error:
-            refusals.append(str(error))
-        else:
-            return folder / name
-    raise NoKernels(f"the kernels could not be put into the cache: {'; '.join(refusals)}")
+def cache_folders() -> list[Path]:
+    """The cache's, then the home directory's: in a container the cache may be a volume that is mounted read-only.
 
-
-def _folders() -> list[Path]:
-    """The cache's, then the home directory's: in a container the cache may be a volume that is mounted read-only."""
+    None where this user has no home directory and XDG_CACHE_HOME names no place either.
+    """
+    try:
+        roots = [cache_dir()]
+    except ModelError:
+        roots = []
     home = os.environ.get("HOME", "")
-    second = [Path(home, ".cache", "stepwire")] if home.startswith("/") else []
-    return [root / "kernels" for root in dict.fromkeys([cache_dir(), *second])]
+    if home.startswith("/"):
+        roots.append(Path(home, ".cache", "stepwire"))
+    return [root / "kernels" for root in dict.fromkeys(roots)]
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Whether it is there and ends in the digest of all before: the linker would run into the end of a cut one."""
     try:
         content = path.read_bytes()

@@ -1,14 +1,27 @@
-"""The C interface of step.cpp. Structures mirror its own, field by field."""
+"""The C interface of step.cpp, found or built, and loaded. Structures mirror its own, field by field."""
 
 import ctypes
 import logging
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from functools import cache
 from pathlib import Path
 from typing import ClassVar, Final
 
-from executor_svc.kernels_cpu.compile import DamagedKernels, NoKernels, kernel_library
+from common.errors import ModelError
+from common.model_files.cache import exclusive
+from executor_svc.kernels_cpu.compile import (
+    DamagedKernels,
+    NoKernels,
+    build,
+    built_before,
+    cache_folders,
+    check_able,
+    find_compiler,
+    is_whole,
+    own_level,
+)
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +155,41 @@ class Library:
         return dict(zip(PARTS, values, strict=True))
 
 
-@cache
+def find_library() -> Library | None:
+    """What was built before and loads here; None: nothing, but it can be built. Builds nothing. Raises NoKernels."""
+    for path in built_before():
+        try:
+            return Library(path)
+        except DamagedKernels as error:
+            # Whole, but of another system (a home directory that several share), or where nothing may be executed.
+            log.warning("%s", error)
+    check_able()
+    return None
+
+
+def build_library() -> Library:
+    """Builds it into the first cache from which it loads. Raises NoKernels."""
+    check_able()
+    level, compiler, refusals = own_level(), find_compiler(), []
+    for folder in cache_folders():
+        path = folder / level.file_name()
+        try:
+            # A lock of their own: whoever fetches a model holds the cache's for as long as that takes.
+            with exclusive(folder) as work:
+                with suppress(DamagedKernels):
+                    if is_whole(path):  # whoever held the lock built it
+                        return Library(path)
+                if os.statvfs(work).f_flag & os.ST_NOEXEC:
+                    raise DamagedKernels(f"{folder} is mounted noexec")
+                log.info("building the CPU kernels (%s) with %s into %s", level.name, compiler, folder)
+                build(compiler, level, work / path.name)
+                (work / path.name).replace(path)
+                return Library(path)
+        except (OSError, ModelError, DamagedKernels) as error:
+            refusals.append(str(error))
+    raise NoKernels(f"no cache can hold the kernels: {'; '.join(refusals)}")
+
+
 def load_library() -> Library:
     """The kernels of this machine, built at first use. Raises NoKernels."""
-    try:
-        return Library(kernel_library())
-    except DamagedKernels as error:
-        # Whole, but of another system: a home directory that several share.
-        log.warning("%s; they are built again", error)
-        return Library(kernel_library(again=True))
+    return find_library() or build_library()

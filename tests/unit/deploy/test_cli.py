@@ -16,11 +16,12 @@ from deploy import calls, model_commands
 from deploy.cli import run
 from deploy.progress import ProgressLine
 from deploy.terminal import printable
-from executor_svc.kernels_cpu.compile import LEVELS, NoKernels
+from executor_svc.kernels_cpu.compile import LEVELS, NoKernels, own_level
 from executor_svc.kernels_cpu.library import load_library
 from stepwire_client import Message, Unavailable
 from stepwire_client._gen.stepwire.v1 import inference_pb2 as pb
 from tests.unit.client.fake_server import FakeInference, fail, serving
+from tests.unit.kernels_cpu.scene import put_foreign
 
 
 @pytest.fixture
@@ -193,8 +194,9 @@ def test_models(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     assert json.loads(capsys.readouterr().out) == {"model": str(model), "path": str(model)}
 
 
-def test_kernels(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With an empty cache, and a compiler that copies what this machine's own once built."""
+@pytest.fixture
+def kernel_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, and a compiler that copies what this machine's own once built."""
     try:
         library = load_library().path
     except NoKernels as error:
@@ -205,7 +207,11 @@ def test_kernels(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    load_library.cache_clear()
+    monkeypatch.setattr("executor_svc.kernels_cpu.compile.PREBUILT", tmp_path / "prebuilt")
+    return compiler
+
+
+def test_kernels(capsys: Capture, kernel_compiler: Path, tmp_path: Path) -> None:
     assert run(["kernels", "status"]) == 2
     assert "stepwire kernels build" in capsys.readouterr().out
     assert run(["kernels", "status", "--json"]) == 2
@@ -214,12 +220,34 @@ def test_kernels(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     out, err = capsys.readouterr()
     built = json.loads(out)
     assert built["built"] and Path(built["path"]).is_relative_to(tmp_path / "cache") and err.count("\n") == 1
-    compiler.unlink()
+    kernel_compiler.unlink()
     assert run(["kernels", "build"]) == 0
     assert capsys.readouterr() == (f"{built['path']}\n", "")
     assert run(["kernels", "status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": built["path"], "tiles": built["tiles"], "reason": ""}
-    load_library.cache_clear()
+
+
+def test_kernels_of_another_system_are_built_again_and_said_to_be(
+    capsys: Capture, kernel_compiler: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "cache" / "stepwire" / "kernels" / own_level().file_name()
+    put_foreign(place)
+    assert run(["kernels", "status", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["reason"].startswith("they are not built; the next start does it")
+    assert run(["kernels", "build", "--json"]) == 0
+    out, err = capsys.readouterr()
+    built = json.loads(out)
+    assert (built["path"], built["built"]) == (str(place), True) and "building the CPU kernels" in err
+
+
+def test_a_build_that_fails_on_a_terminal_says_so_on_a_line_of_its_own(
+    capsys: Capture, kernel_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_compiler.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run(["kernels", "build"]) == 1
+    progress, said = capsys.readouterr().err.splitlines()[-2:]
+    assert progress.endswith("(some seconds, once)") and said.startswith("stepwire: no CPU kernels, ")
 
 
 @pytest.mark.parametrize("command", ["build", "status"])

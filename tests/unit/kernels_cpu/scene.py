@@ -1,7 +1,9 @@
 """A small decoder computed twice: by torch in float32 and by the CPU kernels, over the same blocks."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +38,12 @@ def kernels() -> Library:
         return load_library()
     except NoKernels as error:
         pytest.skip(str(error))
+
+
+def put_foreign(path: Path) -> None:
+    """A library that is whole, but that this system can not load."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"of another system" + hashlib.sha256(b"of another system").digest())
 
 
 @dataclass(frozen=True)

