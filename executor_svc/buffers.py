@@ -276,7 +276,7 @@ class RowState:
         self.block_tables = field(layout.tables, max_blocks).view(total, max_blocks)
         self.block_tables.fill_(null_block)
         self.flat_tables = self.block_tables.view(-1)
-        # By row and token, made when the first row needs them, which is no steady step, or before graphs are captured.
+        # By row and token, made when the first row needs them, which is no steady step, or in the warm-up.
         self.output_counts: torch.Tensor | None = None
         self.in_prompt: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None

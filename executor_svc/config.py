@@ -30,7 +30,9 @@ class ExecutorConfig(ServiceConfig):
         default="fast", description="exact: tokens do not depend on batch, chunks, cache or restarts"
     )
     block_size: int = Field(default=16, ge=1, le=256, description="tokens in one KV block")
-    num_blocks: int = Field(default=0, ge=0, description="KV blocks; 0: measured, or from kv_cache_memory")
+    num_blocks: int = Field(
+        default=0, ge=0, description="KV blocks; 0: measured, or from kv_cache_memory; on a GPU, leave room for graphs"
+    )
     kv_cache_memory: Size = Field(default=0, ge=0, description="memory for KV blocks (2GiB); 0: measured")
     max_num_seqs: int = Field(default=64, ge=1, description="sequences in one step, at most")
     max_tokens_per_step: int = Field(

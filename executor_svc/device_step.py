@@ -16,7 +16,7 @@ from executor_svc.buffers import RowState, StepRings
 from executor_svc.graph_cache import GraphCache, GraphShape, Variant
 from executor_svc.kv_cache import KvCache
 from executor_svc.row_changes import RowChanges, apply_changes
-from executor_svc.sampler import GREEDY
+from executor_svc.sampler import GREEDY, SamplePlan
 from executor_svc.step_choice import BEYOND_GREEDY, FULL, TokenChoice, is_finite
 from executor_svc.step_inputs import FAILED, FINE, PADDING, Chunk, StepInputs, StepOutputs
 from executor_svc.step_kernels import StepKernels
@@ -83,11 +83,11 @@ class DeviceStep:
 
     def run_padding(self, num_rows: int, chunks: Sequence[int] = (), *, full: bool = False) -> None:
         """A step of padding alone, so that what is made at its first use is made. The first rows have chunks of these
-        lengths and sample nothing, the others decode; where all have chunks, all sample. `full`: as if rows used every
-        way to sample."""
+        lengths and sample nothing, the others decode; where all have chunks, all sample. `full`: as if every row used
+        every way to sample, so that what rows keep by token is made too. No row attends to more than its own tokens."""
         device = self._state.length.device
         rows = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-        inputs = StepInputs(rows, 1, FULL if full and self._kernels is not None else GREEDY)
+        inputs = StepInputs(rows, 1)
         if chunks:
             firsts = [sum(chunks[:at]) for at in range(len(chunks))]
             counts = torch.tensor([*chunks, *[1] * (num_rows - len(chunks))], device=device)
@@ -101,6 +101,9 @@ class DeviceStep:
                 others = torch.arange(len(chunks), num_rows, device=device)
                 inputs.decode_tokens, inputs.decode_at = inputs.last_at[len(chunks) :], others
                 inputs.sampling = others
+        if full:
+            sampling = torch.arange(num_rows - len(chunks) or num_rows, device=device)
+            inputs.sample_plan = SamplePlan(BEYOND_GREEDY, filtered=sampling, masked=sampling)
         self.run(inputs, 0, None)
 
     # ----------------------------------------------------------------------------------------------------- graphs

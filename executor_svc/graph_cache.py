@@ -71,6 +71,8 @@ class CudaGraph:
             self._outputs = body(shape)
         finally:
             self._graph.capture_end()
+        # The driver may take some of a graph's memory at its first replay: now, while what graphs take is measured.
+        self._graph.replay()
 
     def replay(self) -> tuple[torch.Tensor, ...]:
         self._graph.replay()

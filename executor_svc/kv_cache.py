@@ -112,8 +112,8 @@ def cuda_available(device: torch.device) -> int:
 
 
 # The part of the memory found free that the cache takes by itself. What steps and graphs take of a device's own memory
-# was measured and is not in it: the rest is for wishes that no warm-up has (logprobs of prompts), and for what graphs
-# take beyond the estimate.
+# was measured and is not in it: the rest is for wishes that no warm-up has (logprobs of prompts), for what backends
+# that gather keys take for contexts longer than graphs are made for, and for what graphs take beyond the estimate.
 CPU_SHARE = 0.25
 CUDA_SHARE = 0.9
 

@@ -6,6 +6,9 @@ from the cache: memory that steps took is measured, and of graphs that of three 
 and the smallest; every other bucket takes about as much as the latter two, because what graphs share lies in the memory
 of the largest and the rest is the driver's, by the number of kernels. (Bytes by the size of weights and batch would
 know neither the driver's part nor what torch's allocator leaves unused between its blocks.) Then with the real cache.
+
+What is not tried: long contexts of a backend that gathers keys, beyond those graphs are made for. Memory for as many
+rows as long as they may be is often more than the device has, where the cache holds no such step anyway.
 """
 
 import gc
@@ -86,7 +89,7 @@ class WarmUp:
             log.info("%d graphs captured in %.1f s, %.1f MiB%s", graphs.num_graphs, seconds, taken / MIB, kept)
 
     def _run_padding(self, step: DeviceStep) -> None:
-        """Steps of every kind, the largest among them."""
+        """Steps of every kind, the largest among them; contexts are as short as can be."""
         has_memory = self.device.memory is not None
 
         def work() -> None:

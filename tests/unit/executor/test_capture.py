@@ -19,7 +19,8 @@ MAX_TOKENS = 32
 
 
 class FakeCuda:
-    """Stands in for torch.cuda and is the device's memory. A graph takes 2.5 MiB, the first in a pool 8 MiB more.
+    """Stands in for torch.cuda and is the device's memory. A graph takes 2.5 MiB, 1 of them at its first
+    replay, the first in a pool 8 MiB more.
 
     `began`, `ended`: the pool of each graph whose capture began, and how many ended.
     """
@@ -47,13 +48,17 @@ class FakeCuda:
     def make_graph(self) -> SimpleNamespace:
         def capture_begin(pool: object, capture_error_mode: str) -> None:
             assert self.ended == len(self.began), "one capture at a time"
-            self.free -= 5 * MIB // 2 + (0 if pool in self.began else 8 * MIB)
+            self.free -= 3 * MIB // 2 + (0 if pool in self.began else 8 * MIB)
             self.began.append(pool)
 
         def capture_end() -> None:
             self.ended += 1
 
-        return SimpleNamespace(capture_begin=capture_begin, capture_end=capture_end)
+        def replay() -> None:
+            assert self.ended == len(self.began)
+            self.free -= MIB
+
+        return SimpleNamespace(capture_begin=capture_begin, capture_end=capture_end, replay=replay)
 
 
 class OnCuda(CpuDevice):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from executor_svc import graph_cache, warm_up
+from executor_svc import graph_cache, sampler, warm_up
 from executor_svc.attention.base import Attend
 from executor_svc.build import build_runner, make_ops
 from executor_svc.cpu_device import CpuDevice
@@ -127,6 +127,40 @@ def test_the_cache_gets_what_steps_and_graphs_leave(device: MeteredDevice, caplo
     # And so it came: nothing of the trial lives, and the share that the cache leaves is free.
     assert device.memory.free_bytes() >= left - left * CUDA_SHARE
     assert "1.0 MiB; 1.0 MiB were held back" in caplog.text
+    runner.close()
+
+
+@pytest.mark.parametrize("num_blocks", [0, 100])
+def test_what_rows_keep_by_token_is_there_before_one_needs_it(
+    device: MeteredDevice, num_blocks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger=warm_up.__name__):
+        runner = build(device, num_blocks=num_blocks)
+    kept = [runner.state.output_counts, runner.state.in_prompt, runner.state.bias, runner.state.stops]
+    by_token = sum(tensor.nbytes for tensor in kept if tensor is not None)
+    assert by_token == 10 * (runner.info.num_rows + 1) * runner.info.vocab_size
+    if not num_blocks:
+        assert held_back(caplog)[0] >= by_token + MAX_TOKENS * PER_TOKEN
+    runner.close()
+
+
+def test_every_way_to_sample_is_tried_for_all_rows(device: MeteredDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest: dict[str, int] = {}
+
+    def seen(name: str) -> None:
+        own = getattr(sampler, name)
+
+        def count(values: torch.Tensor, *rest: object) -> torch.Tensor:
+            largest[name] = max(largest.get(name, 0), values.shape[0])
+            made: torch.Tensor = own(values, *rest)
+            return made
+
+        monkeypatch.setattr(sampler, name, count)
+
+    for name in ("_penalise", "_mask", "_draw", "_filter"):
+        seen(name)
+    runner = build(device)
+    assert largest == dict.fromkeys(("_penalise", "_mask", "_draw", "_filter"), 8)
     runner.close()
 
 
