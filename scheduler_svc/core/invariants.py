@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 from scheduler_svc.core.executor_state import ExecutorState
-from scheduler_svc.core.recent_tokens import SPAN
+from scheduler_svc.core.recent_tokens import SAFE_AGE
 from scheduler_svc.core.row_set import RowSet
 from scheduler_svc.core.rows import NEVER, Rows
 from scheduler_svc.core.scheduler import Scheduler
@@ -80,7 +80,8 @@ def _check_kept(executor: ExecutorState) -> None:
         if executor.quiet_steps:
             assert executor.quiet_steps <= rows.slack.min(), "a block is due earlier"
             assert executor.quiet_steps < rows.left[kept.index].min(), "a row ends earlier"
-    assert rows.recent.room > 0 and rows.recent.oldest_age + rows.recent.room <= SPAN, "recent tokens may run over"
+    assert rows.recent.room > 0 and rows.recent.oldest_age + rows.recent.room <= SAFE_AGE, "recent tokens may run over"
+    assert rows.recent.has_all, "recent tokens, or promised ones, are overwritten"
     length = rows.low.copy()
     for flight in executor.flights:
         _check_row_set(rows, flight.sampled)

@@ -12,14 +12,18 @@ SPAN = 1024  # steps
 # and a row's tokens lie in so many times fewer places.
 _TILE = 16
 _NUM_TILES = SPAN // _TILE
+# A row forgotten no longer ago than this has all its tokens, and what is promised of them is read in time: when the
+# tile they begin in is begun anew, up to a tile before the first of them is overwritten.
+SAFE_AGE = SPAN - _TILE
 _NUM_FORGOTTEN = 64  # in so many steps all rows are forgotten once
-_MAX_AGE = SPAN - _TILE - _NUM_FORGOTTEN
+_MAX_AGE = SAFE_AGE - _NUM_FORGOTTEN  # then forgetting begins, and a row's turn may come as the last
+assert SPAN % _TILE == 0 and _MAX_AGE + _NUM_FORGOTTEN <= SAFE_AGE
 _NONE = 0xFFFFFFFF  # no token: the row had none in that step
 
 
 class RecentTokens:
-    """The tokens that the last SPAN steps brought. Of a row those count that came since it was last forgotten. room:
-    after so many more steps some rows must be, see `oldest`."""
+    """The tokens that the last SAFE_AGE steps brought, or a few more. Of a row those count that came since it was last
+    forgotten. room: after so many more steps some rows must be, see `oldest`."""
 
     def __init__(self, num_rows: int) -> None:
         self._tiles: U32 = np.full((_NUM_TILES, num_rows, _TILE), _NONE, dtype=np.uint32)
@@ -56,7 +60,7 @@ class RecentTokens:
         return later
 
     def between(self, row: int, since: int, until: int) -> U32:
-        """A copy of the row's tokens of these steps, which are among the last SPAN."""
+        """A copy of the row's tokens of these steps, none of which is overwritten."""
         return _without_gaps(self._read([row], since, until)[0])
 
     def _read(self, rows: list[int], since: int, until: int) -> U32:
@@ -88,6 +92,12 @@ class RecentTokens:
     def oldest_age(self) -> int:
         """Steps since the last row of all was forgotten."""
         return self._now - int(self._since.min(initial=self._now))
+
+    @property
+    def has_all(self) -> bool:
+        """No tile is overwritten in which the tokens of a row or of a promise begin. For tests."""
+        first = min([(self._now - self.oldest_age) // _TILE, *self._promised])
+        return first + _NUM_TILES > (self._now - 1) // _TILE
 
 
 class Later:

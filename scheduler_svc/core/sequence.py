@@ -19,7 +19,7 @@ class SequenceState(IntEnum):
 
 class Sequence:
     """Owner: the scheduler. Known tokens are in `tokens()`, `length` of them; those of a running sequence since its
-    last flush lie in the row's `recent` column.
+    last flush lie in its executor's `Rows.recent`.
 
     rank: see policies. tenant: slot in Tenants. salt: of the prefix cache. cached: prompt tokens found in the prefix
     cache at first admission (-1: never admitted). is_suspect: executors died more than once while they computed it, and

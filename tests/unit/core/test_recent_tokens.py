@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from common.messages import U32, u32
-from scheduler_svc.core.recent_tokens import SPAN, RecentTokens
+from scheduler_svc.core.recent_tokens import SAFE_AGE, SPAN, Later, RecentTokens
 
 NUM_ROWS = 5
 
@@ -38,7 +38,7 @@ def test_who_forgets_the_oldest_in_time_never_runs_out_of_room(num_rows: int) ->
             for row in recent.oldest():
                 recent.forget(row)
             recent.make_room()
-        assert 0 < recent.room <= SPAN - recent.oldest_age
+        assert 0 < recent.room <= SAFE_AGE - recent.oldest_age and recent.has_all
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -57,6 +57,46 @@ def test_a_promise_is_kept_before_its_tokens_are_overwritten(since: int, gone: b
     if gone:
         recent.keep_promises()
     assert whole.read().tolist() == [5, 6, 7] and part.read().tolist() == [9]
+
+
+@pytest.mark.parametrize("forgotten", [0, 1, 8, 10, 14, 15, 16, 500])
+def test_a_promise_of_the_greatest_age_is_kept(forgotten: int) -> None:
+    """Rows forgotten together, anywhere in a tile, that are promised when their turn comes, 64 steps for the last."""
+    num_rows, greatest = 64, 0
+    recent, index = RecentTokens(num_rows), np.arange(64)
+    promises: list[tuple[int, int, Later]] = []
+    for step in range(forgotten + 3 * SPAN):
+        if step == forgotten:
+            for row in range(num_rows):
+                recent.forget(row)
+            recent.make_room()
+        recent.append(index, u32(num_rows * step + index))
+        if not recent.room:
+            for row in recent.oldest() if len(promises) < num_rows else ():
+                greatest = max(greatest, recent.oldest_age)
+                promises.append((row, step + 1, recent.later(row, u32([]), 0, SPAN)))
+            for row in recent.oldest():
+                recent.forget(row)
+            recent.make_room()
+        assert recent.has_all
+    assert SAFE_AGE - 1 <= greatest <= SAFE_AGE and {row for row, _, _ in promises} == {*range(num_rows)}
+    for row, end, later in promises:
+        assert later.read().tolist() == [num_rows * step + row for step in range(forgotten, end)]
+
+
+@pytest.mark.parametrize("begun", range(16))
+def test_rows_of_the_safe_age_have_all_and_older_ones_may_not(begun: int) -> None:
+    recent, index = RecentTokens(1), np.array([0])
+    for step in range(begun):
+        recent.append(index, u32([step]))
+    recent.forget(0)
+    for step in range(SAFE_AGE):
+        recent.append(index, u32([step]))
+    later = recent.later(0, u32([]), 0, SPAN)
+    assert recent.has_all
+    for _ in range(2 * SPAN):
+        recent.append(index, u32([7]))
+    assert later.read().tolist() == [*range(SAFE_AGE)] and not recent.has_all
 
 
 def test_what_nobody_asks_for_is_not_read() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from common.messages import Sampling, u32
-from scheduler_svc.core.recent_tokens import SPAN
+from scheduler_svc.core.recent_tokens import SAFE_AGE, SPAN
 from scheduler_svc.core.row_set import SEVERAL, RowSet
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import Sequence
@@ -34,7 +34,7 @@ def test_every_token_of_rows_that_fill_together_or_apart_reaches_its_sequence() 
     for step, chosen in enumerate(steps()):
         tokens = u32(1000 * step + chosen.index)
         chosen.append(tokens)
-        assert rows.recent.oldest_age + rows.recent.room <= SPAN
+        assert rows.recent.oldest_age + rows.recent.room <= SAFE_AGE and rows.recent.has_all
         for row, token in zip(chosen.index.tolist(), tokens.tolist(), strict=True):
             told[row].append(token)
     for row in range(NUM_ROWS):
