@@ -1,8 +1,7 @@
 """`make` makes executors, of each kind in turn. FULL_CONTRACT=1 runs every test on every kind.
 
-Else a sample runs on some: with quantised weights every test, but of one with parameters the first set; of kernels in
-Triton's interpreter, which takes a second for what others do in a hundredth, those tests that attention and the cache
-have a say in.
+Else, of kernels in Triton's interpreter, which takes a second for what others do in a hundredth, a sample runs: those
+tests that attention and the cache have a say in, and of one with parameters the first set.
 """
 
 import os
@@ -108,7 +107,7 @@ def _beyond_sample(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         if not isinstance(name, str) or name not in RUNNERS:
             continue
         kind = RUNNERS[name]
-        if not (kind.is_interpreted or kind.is_quantised):
+        if not kind.is_interpreted:
             continue
         test = item.nodeid.partition("[")[0]
         if (test, name) in seen or not _is_in_sample(kind, test.rpartition("::")[2]):
@@ -117,8 +116,6 @@ def _beyond_sample(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _is_in_sample(kind: Kind, test: str) -> bool:
-    if not kind.is_interpreted:
-        return True
     return test in (INTERPRETED_EXACT if kind.numerics == "exact" else INTERPRETED)
 
 

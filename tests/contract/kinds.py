@@ -1,5 +1,6 @@
 """The kinds of executor the contract holds for: every attention backend, numerics and format of weights that the
-configuration takes, graphs, and devices that are late or real. test_kinds.py says when one is missing."""
+configuration takes, graphs, and devices that are late or real. test_kinds.py says when one of the first three is
+missing."""
 
 import os
 from collections.abc import Sequence

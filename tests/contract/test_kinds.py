@@ -1,4 +1,8 @@
-"""No choice that the configuration offers is missing from the suite."""
+"""No attention backend, numerics or format of weights that the configuration offers is missing from the suite.
+
+Not looked at: the type numbers are kept in (float32 here, bfloat16 in the CPU kernels), `exact` on a CUDA device, and
+the late device under anything but `exact`.
+"""
 
 from typing import get_args
 
@@ -6,10 +10,19 @@ import pytest
 
 from executor_svc.attention.registry import BACKENDS
 from executor_svc.config import ExecutorConfig
+from executor_svc.kernels_cpu.decoder import NativeDecoder
+from executor_svc.kernels_cpu.packing import Format
 from tests.contract.conftest import Makers
 from tests.contract.kinds import RUNNERS
 
 KINDS = RUNNERS.values()
+ATTENTION = {
+    "": "NativeAttention",
+    "torch": "TorchPagedAttention",
+    "exact": "ExactAttention",
+    "varlen": "VarlenAttention",
+    "triton": "TritonAttention",
+}
 
 
 def offered(field: str) -> set[str]:
@@ -39,6 +52,12 @@ def test_every_format_of_weights_is_here() -> None:
 
 @pytest.mark.parametrize("make", RUNNERS, indirect=True)
 def test_an_executor_is_what_its_kind_says(make: Makers) -> None:
-    info, kind = make().info, make.kind
+    runner, kind = make.runner(), make.kind
+    info, model = runner.info, runner.model
     assert (info.numerics, info.buckets, info.device) == (kind.numerics, kind.buckets, "cpu")
     assert info.dtype == ("bfloat16" if kind.is_native else "float32")
+    assert type(runner._step._attention).__name__ == ATTENTION[kind.backend]
+    assert isinstance(model, NativeDecoder) == kind.is_native
+    if isinstance(model, NativeDecoder):
+        matrices = [m for w in model.weights.layers for m in (w.qkv, w.output, w.gate_up, w.down)]
+        assert {matrix.format for matrix in (*matrices, model.weights.head)} == {Format[kind.weights.upper()]}
