@@ -2,11 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from common.messages import Hello, StepPlan, StepResult
 from executor_svc.step_executor import PendingStep, StepExecutor
+
+_Item = TypeVar("_Item")
 
 
 @dataclass
@@ -52,15 +55,7 @@ class Replayer:
 
 def tokens_of(plans: Sequence[StepPlan], results: Sequence[StepResult]) -> list[list[int]]:
     """Of each request, in the order of their admission."""
-    owner: dict[int, int] = {}
-    found: list[list[int]] = []
-    for plan, result in zip(plans, results, strict=True):
-        for admit in plan.admit:
-            owner[admit.row] = len(found)
-            found.append([])
-        for row, token in zip(result.emitted_rows.tolist(), result.tokens.tolist(), strict=True):
-            found[owner[row]].append(token)
-    return found
+    return _by_request(plans, results, lambda result: result.tokens.tolist())
 
 
 @dataclass(frozen=True)
@@ -75,16 +70,31 @@ class Seen:
 
 def seen_of(plans: Sequence[StepPlan], results: Sequence[StepResult]) -> list[list[Seen]]:
     """As `tokens_of`, of requests that all asked for logprobs."""
+    return _by_request(plans, results, _seen)
+
+
+def _seen(result: StepResult) -> list[Seen]:
+    """Of each token, in the result's order."""
+    told, at = result.logprobs, 0
+    found = []
+    for i, token in enumerate(result.tokens.tolist()):
+        end = at + int(told.top_counts[i])
+        tops = tuple(told.top_ids[at:end].tolist()), tuple(told.top_logprobs[at:end].tolist())
+        found.append(Seen(token, float(told.chosen[i]), *tops))
+        at = end
+    return found
+
+
+def _by_request(
+    plans: Sequence[StepPlan], results: Sequence[StepResult], read: Callable[[StepResult], list[_Item]]
+) -> list[list[_Item]]:
+    """`read`: something for each token of a result. Sorted to the requests, in the order of their admission."""
     owner: dict[int, int] = {}
-    found: list[list[Seen]] = []
+    found: list[list[_Item]] = []
     for plan, result in zip(plans, results, strict=True):
         for admit in plan.admit:
             owner[admit.row] = len(found)
             found.append([])
-        told, at = result.logprobs, 0
-        for i, (row, token) in enumerate(zip(result.emitted_rows.tolist(), result.tokens.tolist(), strict=True)):
-            end = at + int(told.top_counts[i])
-            tops = tuple(told.top_ids[at:end].tolist()), tuple(told.top_logprobs[at:end].tolist())
-            found[owner[row]].append(Seen(token, float(told.chosen[i]), *tops))
-            at = end
+        for row, item in zip(result.emitted_rows.tolist(), read(result), strict=True):
+            found[owner[row]].append(item)
     return found
