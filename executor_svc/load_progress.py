@@ -80,8 +80,9 @@ class StartProgress:
     def close(self) -> None:
         """For good. Any thread."""
         with self._lock:
-            self._is_closed = True
-            self._teller.close()
+            if not self._is_closed:
+                self._is_closed = True
+                self._teller.close()
 
     def _count(self, then: str) -> None:
         now_ns = self._clock.monotonic_ns()
@@ -125,16 +126,13 @@ class JsonTeller:
     def __init__(self, stream: TextIO | None = None, every_s: float = 0.1, clock: Clock | None = None) -> None:
         self._stream = stream or sys.stderr
         self._sometimes = _Sometimes(every_s, clock)
-        self._is_closed = False
 
     def tell(self, activity: str, done: int, total: int, detail: str) -> None:
         if self._sometimes.is_due(activity, done, total):
             self._write({"activity": activity, "done": done, "total": total, "detail": detail})
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._write({"activity": "", "done": 0, "total": 0, "detail": ""})
+        self._write({"activity": "", "done": 0, "total": 0, "detail": ""})
 
     def _write(self, told: dict[str, Any]) -> None:
         self._stream.write(json.dumps(told) + "\n")
