@@ -51,6 +51,42 @@ def test_without_a_python_the_line_to_run_is_printed(tmp_path: Path) -> None:
     assert done.stderr.startswith("deploy/dev: missing: python3 python3-venv")
 
 
+@pytest.mark.parametrize(
+    ("uid", "sudo", "asked"),
+    [("0", None, "root"), ("1000", 0, "sudo"), ("1000", 1, ""), ("1000", None, "")],
+)
+def test_root_or_sudo_installs_venv_else_the_line_is_printed(
+    tmp_path: Path, uid: str, sudo: int | None, asked: str
+) -> None:
+    """A Python without `venv`, on a machine with apt-get. `sudo`: its status unasked; None: no such command."""
+    has = {
+        "python3": 'case "$*" in *python%d*) echo python3.11-venv ;; *ensurepip*) exit 1 ;; esac',
+        "apt-get": f'echo "${{BY:-root}} $*" >>{tmp_path}/asked',
+        "id": f"echo {uid}",
+    }
+    if sudo is not None:
+        has["sudo"] = f'[ "$1" != -n ] || exit {sudo}\nBY=sudo exec "$@"'
+    for name, lines in has.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    for tool in ("dirname", "mkdir", "env"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy" / "dev", tmp_path / "deploy" / "dev")
+
+    environment = {"PATH": str(tmp_path), "PYTHON": str(tmp_path / "python3"), "TORCH": "cpu"}
+    command = ["/bin/sh", str(tmp_path / "deploy" / "dev"), "install"]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0  # this Python makes no environment either
+    line = "deploy/dev: missing: python3.11-venv. As root run: apt-get update && apt-get install -y python3.11-venv\n"
+    assert (line in done.stderr) is (not asked)
+    calls = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
+    install = "install -y -q --no-install-recommends python3.11-venv"
+    assert calls == ([f"{asked} update -q", f"{asked} {install}"] if asked else [])
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_an_installation_builds_the_kernels_and_does_without_them(tmp_path: Path, status: int) -> None:
     """A checkout whose environment is as an earlier installation left it, but for its commands, which only tell."""
