@@ -42,7 +42,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
     kernels = _cpu_kernels(config, files, progress)
     model: Model
     if kernels is not None:
-        threads = _threads(config) or torch.get_num_threads()
+        threads = compute_threads(config) or torch.get_num_threads()
         # What torch still does in a step is small; its threads would spin beside the kernels' own.
         cpus = own_cpus(threads)
         device = make_device("cpu", threads=1, cpu=cpus[0] if cpus else None)
@@ -61,7 +61,7 @@ def build_executor(config: ExecutorConfig, files: ModelFiles, max_pipeline_depth
         log.info("weights: %s, %d bytes read in each step", native.weights.formats, native.weights.step_bytes)
         model = native
     else:
-        device = make_device(config.device, threads=_threads(config))
+        device = make_device(config.device, threads=compute_threads(config))
         _set_early_launch(config, device)
         ops = make_ops(config.numerics, device.torch_device)
         kind = device.torch_device.type
@@ -138,8 +138,9 @@ def _check_fit(config: ExecutorConfig, files: ModelFiles, device: torch.device, 
     log.info("weights take %d of %d bytes free on %s", num_bytes, room.num_bytes, room.where)
 
 
-def _threads(config: ExecutorConfig) -> int:
-    """0: torch's own choice, which is what host and affinity give."""
+def compute_threads(config: ExecutorConfig) -> int:
+    """As configured, else the least that host, affinity and control group give. 0: torch's own choice, which knows the
+    first two."""
     bound = cgroup_cpus() or 0
     return config.threads or (bound if bound < torch.get_num_threads() else 0)
 

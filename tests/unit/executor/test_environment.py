@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor_svc import environment
+from executor_svc import assemble, environment
+from executor_svc.assemble import compute_threads
 from executor_svc.build import make_ops
+from executor_svc.config import ExecutorConfig
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.environment import cgroup_cpus, own_cpus, why_no_triton
 from executor_svc.numerics import FastOps
@@ -55,6 +57,16 @@ def test_threads_are_bounded_by_the_control_group(tmp_path: Path, files: dict[st
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cgroup_cpus(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("asked", "bound", "expected"), [(0, 2, 2), (0, 4, 0), (0, 9, 0), (0, None, 0), (3, 2, 3)])
+def test_threads_are_the_least_that_host_and_control_group_give(
+    monkeypatch: pytest.MonkeyPatch, asked: int, bound: int | None, expected: int
+) -> None:
+    """Of four that torch counted, which knows host and affinity. 0: those stay."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(assemble, "cgroup_cpus", lambda: bound)
+    assert compute_threads(ExecutorConfig(threads=asked)) == expected
 
 
 def test_as_many_threads_as_processors_keep_to_one_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ Conventions
  - Times end in _ns. "monotonic" is the sender's own monotonic clock and only differences within one process mean
    anything; offsets between the two sides come from Ping/Pong.
  - A position is an absolute index into the sequence, prompt included, from 0.
+ - Zero, where a field says nothing of it: row, block, position and token 0 are the first ones; a count, length or
+   size of 0 is none. Epochs, steps, admissions and incarnations are numbered from 1, so that 0 is none of them.
 """
 
 from collections import abc as _abc

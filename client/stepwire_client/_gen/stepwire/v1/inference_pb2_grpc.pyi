@@ -5,6 +5,9 @@ The public API: what clients call. Every accepted request ends in exactly one Fi
 
 Errors carry google.rpc details: BadRequest (which field, which limit), RetryInfo (RESOURCE_EXHAUSTED, UNAVAILABLE),
 ErrorInfo (domain "stepwire", a stable reason).
+
+Zero, where a field says nothing of it: index, position and token id 0 are the first ones, a count of 0 is none, an
+empty string is not given.
 """
 
 from collections import abc as _abc
