@@ -1,5 +1,8 @@
 """What to type next: lines that work as they stand, also with TLS and bearer tokens."""
 
+import shutil
+import sys
+from pathlib import Path
 from shlex import quote
 from typing import Final
 
@@ -27,9 +30,17 @@ async def address_to_call(bound: str, config: SchedulerConfig) -> str:
     return bound
 
 
-def how_to_call(address: str, config: SchedulerConfig) -> str:
-    """What to type next. A token is not shown but read from its file."""
+def own_folder() -> Path | None:
+    """Where this installation's commands lie; None: the shell finds them by their names."""
+    folder = Path(sys.executable).parent
+    script = folder / "stepwire"
+    return folder if script.is_file() and shutil.which("stepwire") != str(script) else None
+
+
+def how_to_call(address: str, config: SchedulerConfig, folder: Path | None = None) -> str:
+    """What to type next. A token is not shown but read from its file. `folder`: of commands no shell finds by name."""
     where = f"-unix {quote(address.removeprefix('unix:'))}" if address.startswith("unix:") else address
+    stepwire = quote(str(folder / "stepwire")) if folder else "stepwire"
     lines = [f"Serving on {address}. Call it:", ""]
     imports, arguments = ["from stepwire_client import Client"], [f'"{address}"']
     grpcurl, flags, header = "-plaintext ", "", ""
@@ -51,14 +62,15 @@ def how_to_call(address: str, config: SchedulerConfig) -> str:
         imports = [*imports[:-1], "from pathlib import Path", "from stepwire_client import Client, Tls"]
         arguments.append(f"tls=Tls({', '.join(tls)})")
     lines += [
-        f"  stepwire chat --address {quote(address)}{flags}",
+        f"  {stepwire} chat --address {quote(address)}{flags}",
         f'  grpcurl {grpcurl}-d \'{{"text": "Hello", "stop": {{"max_tokens": 16}}}}\'{header} {where} '
         "stepwire.v1.Inference/Generate",
         "",
+        *([f"  # Python: {folder / 'python'}, or any with client/ installed"] if folder else []),
         *(f"  {line}" for line in imports),
         f'  print(Client({", ".join(arguments)}).chat([{{"role": "user", "content": "Hello"}}]).text)',
         "",
-        f"Watch its steps: stepwire top --address {quote(address)}{flags}",
+        f"Watch its steps: {stepwire} top --address {quote(address)}{flags}",
         "Ctrl-C stops it.",
     ]
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from common.config import Loaded, ServiceConfig, load_config
 from common.config_sources import EXECUTOR_NAMES, SCHEDULER_NAMES, closest, flag_of
 from common.errors import ConfigError
 from common.model_files.catalog import pull
-from deploy.how_to_call import address_to_call, how_to_call
+from deploy.how_to_call import address_to_call, how_to_call, own_folder
 from deploy.log_lines import LogLines
 from deploy.progress import ProgressLine
 from deploy.supervisor import EXIT_FAILED, RestartPolicy, Service, Stopped, Supervisor, SupervisorError
@@ -208,7 +208,7 @@ async def _serve(up: _Up, options: UpOptions) -> int:
             if options.once:
                 return 0
             address = await address_to_call(up.public_address(), up.scheduler.config)
-            err(how_to_call(address, up.scheduler.config))
+            err(how_to_call(address, up.scheduler.config, own_folder()))
             await supervisor.watch()
     except Stopped:
         return 0

@@ -1,9 +1,12 @@
 """What `stepwire up` prints last; tests/integration/test_api_security.py runs it."""
 
 import asyncio
+import sys
 from pathlib import Path
 
-from deploy.how_to_call import address_to_call, how_to_call
+import pytest
+
+from deploy.how_to_call import address_to_call, how_to_call, own_folder
 from scheduler_svc.config import SchedulerConfig
 
 PLAIN = SchedulerConfig()
@@ -15,6 +18,21 @@ def test_the_address_is_named() -> None:
     assert "stepwire chat --address 127.0.0.1:5\n" in text and "grpcurl -plaintext" in text and "Ctrl-C" in text
     assert "stepwire top --address 127.0.0.1:5" in text
     assert "-unix /x" in how_to_call("unix:/x", PLAIN)
+
+
+def test_commands_are_named_by_their_place_where_no_shell_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert own_folder() is None  # not installed here: run as a module
+    (tmp_path / "stepwire").touch(0o755)
+    assert own_folder() == tmp_path
+    text = how_to_call("a:1", PLAIN, own_folder())
+    assert f"  {tmp_path}/stepwire chat --address a:1\n" in text and f": {tmp_path}/stepwire top" in text
+    assert f"# Python: {tmp_path}/python" in text
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert own_folder() is None
 
 
 def test_a_token_is_not_shown_but_read() -> None:
