@@ -2,6 +2,7 @@
 
     python -m bench.scheduler                     all cases
     python -m bench.scheduler --rows 256 --json   last line is one object: conditions, results
+    python -m bench.scheduler --vllm ENV/bin/python --steps 1000       beside the schedulers of vLLM 0.32, in turns
 
 The real core and the real wire codec, called as the executor driver calls them, with a heap in huge pages where the
 service has one, and a modelled executor whose work is outside the measured time. All rows of a case are admitted in one
@@ -26,11 +27,24 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter_ns, thread_time_ns
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.modelled_executor import VOCAB, ModelledExecutor, modelled_info
+from bench.scheduler_peer import (
+    FROM_ANOTHER_RUN,
+    IN_TURNS,
+    MAX_QUEUED,
+    VllmSchedulers,
+    beside,
+    missing,
+    recorded,
+    recorded_table,
+    steps_in_turns,
+    table,
+)
 from bench.serving import commit
 from common import wire
 from common.messages import Sampling, StepResult, u32
@@ -49,14 +63,6 @@ PROMPT = 64
 MEAN_OUTPUT = 256
 QUEUED = 100_000
 TURN = 50
-
-# vLLM 0.32.0, its Scheduler class alone on this kind of machine (2 virtual cores, Python 3.11): p50 in µs of schedule()
-# and update_from_output(), decoding rows in steady state, no serialisation. `async`: its AsyncScheduler.
-PEERS = {
-    "vllm 0.32 Scheduler": {32: (279, 122), 256: (1990, 900), 1024: (8700, 4340)},
-    "vllm 0.32 AsyncScheduler": {32: (264, 170), 256: (2000, 1360), 1024: (9200, 6400)},
-}
-PEER_CONDITIONS = "p50 of schedule + update alone, no wire; from another run on this kind of machine"
 
 
 @dataclass
@@ -77,7 +83,7 @@ class Case:
         self._rng = np.random.default_rng(seed)
         self._num_rows, self._churn, self._spread = num_rows, churn, spread
         self._output = 2 * MEAN_OUTPUT if churn else steps + 4 * TURN
-        max_context = -(-(PROMPT + self._output) // BLOCK_SIZE + 2) * BLOCK_SIZE
+        max_context = (-(-(PROMPT + self._output) // BLOCK_SIZE) + 2) * BLOCK_SIZE
         num_blocks = (num_rows + 64) * max_context // BLOCK_SIZE
         self._executor = ModelledExecutor(
             modelled_info(num_rows, BLOCK_SIZE, num_blocks, max_context, num_rows * 2 * PROMPT), DEPTH, seed
@@ -174,8 +180,10 @@ def summarise(samples: Samples) -> dict[str, object]:
     }
 
 
-def measure(num_rows: int, steps: int, seed: int, queued: int) -> dict[str, dict[str, object]]:
-    """By case. The collector is as the service has it."""
+def measure(
+    num_rows: int, steps: int, seed: int, queued: int, peer: VllmSchedulers | None = None
+) -> dict[str, dict[str, object]]:
+    """By case. The collector is as the service has it. `peer` is measured in turns with ours."""
     quieten_collector()
     cases = {
         "steady": Case(num_rows, steps, seed),
@@ -189,7 +197,21 @@ def measure(num_rows: int, steps: int, seed: int, queued: int) -> dict[str, dict
     for _ in range(0, steps, TURN):
         for case in cases.values():
             case.run(TURN)
+        if peer:
+            peer.run_turn()
     return {name: summarise(case.samples) for name, case in cases.items()}
+
+
+def measure_beside(
+    vllm: str, num_rows: int, steps: int, seed: int, queued: int
+) -> tuple[dict[str, dict[str, object]], dict[str, Any]]:
+    """Ours by case, and what the script of vLLM's schedulers reports."""
+    turn = steps_in_turns(num_rows, steps, -(-steps // TURN))
+    options = {"rows": num_rows, "steps": turn * -(-steps // TURN), "warm-up": 2 * TURN, "seed": seed}
+    options |= {"queued": min(queued, MAX_QUEUED)}
+    options |= {"prompt": PROMPT, "mean-output": MEAN_OUTPUT, "block-size": BLOCK_SIZE}
+    with VllmSchedulers(vllm, options, turn) as peer:
+        return measure(num_rows, steps, seed, queued, peer), peer.report()
 
 
 def show(num_rows: int, queued: int, found: dict[str, dict[str, object]]) -> None:
@@ -203,10 +225,6 @@ def show(num_rows: int, queued: int, found: dict[str, dict[str, object]]) -> Non
         print(f"{name:8}" + "".join(f"{cell:>16}" for cell in cells))
     growth = float(str(found["queued"]["p50_us"])) / float(str(found["churn"]["p50_us"]))
     print(f"with {queued} requests waiting: {growth:.2f} times the p50 without")
-    for peer, numbers in PEERS.items():
-        if num_rows in numbers:
-            schedule, update = numbers[num_rows]
-            print(f"{peer}: {schedule} + {update} ({PEER_CONDITIONS})")
 
 
 def conditions(steps: int, queued: int) -> dict[str, object]:
@@ -230,7 +248,6 @@ def conditions(steps: int, queued: int) -> dict[str, object]:
         "steps": steps,
         "vocabulary": VOCAB,
         "allocator": f"{os.environ.get('PYTHONMALLOC', 'default')} {os.environ.get('GLIBC_TUNABLES', '')}".strip(),
-        "peers": PEER_CONDITIONS,
         "commit": commit(),
     }
 
@@ -241,19 +258,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2000, help="measured steps of each case")
     parser.add_argument("--queued", type=int, default=QUEUED, help="requests that wait in the case `queued`")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vllm", default="", help="the Python of an environment with vLLM: measured in the same run")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     args = parser.parse_args(argv)
-    said = conditions(args.steps, args.queued)
+    if args.vllm and (why := missing(args.vllm)):
+        parser.error(why)
+    said = conditions(args.steps, args.queued) | {"peers": FROM_ANOTHER_RUN}
     results: dict[str, object] = {}
+    peers: dict[str, dict[str, object]] = {} if args.vllm else recorded()
     for num_rows in args.rows:
-        found = measure(num_rows, args.steps, args.seed, args.queued)
+        if args.vllm:
+            found, report = measure_beside(args.vllm, num_rows, args.steps, args.seed, args.queued)
+            said["peers"] = {"measured": IN_TURNS} | report["conditions"]
+            theirs = beside(found, report)
+            for name, numbers in theirs.items():
+                peers.setdefault(name, {})[str(num_rows)] = numbers
+            told = table(theirs)
+        else:
+            found = measure(num_rows, args.steps, args.seed, args.queued)
+            told = recorded_table(num_rows)
         if not args.json:
             show(num_rows, args.queued, found)
+            print(told)
         results[str(num_rows)] = {**found.pop("steady"), **found}
-    peers = {
-        name: {str(rows): {"schedule_us": a, "update_us": b} for rows, (a, b) in of.items()}
-        for name, of in PEERS.items()
-    }
     print(json.dumps({"conditions": said, "results": results, "peers": peers}))
     return 0
 
