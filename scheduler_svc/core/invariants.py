@@ -38,25 +38,28 @@ def _check_rows(executor: ExecutorState) -> None:
     assert len(set(executor.free_rows)) == len(executor.free_rows), "a row is free twice"
     assert sorted([*occupied, *executor.free_rows]) == list(range(len(rows))), "rows are lost or both free and taken"
     running = np.flatnonzero(rows.running).tolist()
-    assert len(running) == executor.num_running <= executor.max_num_seqs
+    assert len(running) == executor.num_running, "running rows are miscounted"
+    assert len(running) <= executor.max_num_seqs, "the limit on sequences was passed"
     assert sorted([*running, *executor.limbo]) == occupied, "a row is neither running nor in limbo, or both"
     admissions = rows.admission[occupied].tolist()
     assert len(set(admissions)) == len(admissions) and 0 not in admissions, "an admission id is used twice"
     assert rows.least_slack <= rows.slack.min(initial=NEVER), "a block may be due unseen"
     for row in executor.limbo:
-        assert not rows.left[row]
+        assert not rows.left[row], f"row {row} in limbo has tokens left to plan"
         assert rows.last_step[row] > executor.last_result, f"row {row} stays in limbo after its last result"
     for row in running:
         sequence = rows.seqs[row]
-        assert sequence is not None and sequence.row == row and sequence.state == SequenceState.RUNNING
+        assert sequence is not None and sequence.row == row, f"row {row} is not that of its sequence"
+        assert sequence.state == SequenceState.RUNNING, f"row {row} runs, its sequence does not"
         num_recent = rows.low.item(row) - sequence.length
         recent = rows.recent.of([row])[0] if num_recent else ()
         assert len(recent) == num_recent, "recent tokens are lost, or others' are among them"
-        assert rows.low[row] <= rows.high(row) <= rows.final[row]
-        assert 0 <= rows.computed(row) <= sequence.planned or rows.decoding[row]
-        assert rows.computed(row) < rows.low[row]
-        assert rows.high(row) - 1 <= rows.capacity[row] == rows.table_len[row] * executor.block_size
-        assert rows.decoding[row] or not rows.left[row]
+        assert rows.low[row] <= rows.high(row) <= rows.final[row], f"row {row} has more tokens than planned or allowed"
+        assert 0 <= rows.computed(row) <= sequence.planned or rows.decoding[row], f"row {row} computed the unplanned"
+        assert rows.computed(row) < rows.low[row], f"row {row} computed its newest token"
+        assert rows.capacity[row] == rows.table_len[row] * executor.block_size, f"row {row}'s blocks are miscounted"
+        assert rows.high(row) - 1 <= rows.capacity[row], f"row {row} writes past its blocks"
+        assert rows.decoding[row] or not rows.left[row], f"row {row} decodes before its prompt is planned"
         has_all = not rows.decoding[row] or rows.capacity[row] >= rows.final[row] - 1
         slack = NEVER // 2 if has_all else rows.capacity[row] - (executor.depth - 2) - rows.high(row)
         assert rows.slack[row] > slack if has_all else rows.slack[row] == slack, "a block is due at another time"
@@ -64,11 +67,12 @@ def _check_rows(executor: ExecutorState) -> None:
     assert sum(_is_tried(executor, row) for row in running) <= 1, "more than one suspect is on trial"
     flights = [flight.step_id for flight in executor.flights]
     assert flights == list(range(executor.last_result + 1, executor.next_step)), "steps in flight have a gap"
-    assert len(flights) <= executor.depth
+    assert len(flights) <= executor.depth, "more steps are in flight than may be"
     for flight in executor.flights:
         plan = flight.record.plan
         assert plan.num_tokens <= executor.max_tokens, "the token budget was passed"
-        assert len(plan.decode_rows) + len(plan.prefill_rows) <= executor.max_num_seqs
+        sequences = len(plan.decode_rows) + len(plan.prefill_rows)
+        assert sequences <= executor.max_num_seqs, "a step has more sequences than may be"
 
 
 def _check_kept(executor: ExecutorState) -> None:
@@ -100,17 +104,17 @@ def _check_row_set(rows: Rows, kept: RowSet) -> None:
 
 def _check_fork(sequence: Sequence) -> None:
     for follower in sequence.followers:
-        assert follower.state == SequenceState.HELD and follower.leader is sequence
+        assert follower.state == SequenceState.HELD and follower.leader is sequence, "a choice waits for another"
         assert not follower.followers, "a choice that waits leads others"
     if sequence.followers:
         assert not sequence.prefilled_step or sequence.row < 0, "choices wait for a prompt that is planned"
     if sequence.state == SequenceState.HELD:
         leader = sequence.leader
-        assert leader is not None and sequence in leader.followers
+        assert leader is not None and sequence in leader.followers, "a choice waits and nobody leads it"
         assert leader.state not in (SequenceState.ENDED, SequenceState.HELD), "a choice waits for nobody"
     if sequence.leader is not None:
         assert sequence.cached < 0, "only a first admission forks"
-        assert sequence.leader.request.request_id == sequence.request.request_id
+        assert sequence.leader.request.request_id == sequence.request.request_id, "a choice forks from a stranger"
 
 
 def _check_writes(executor: ExecutorState) -> None:
@@ -122,7 +126,8 @@ def _check_writes(executor: ExecutorState) -> None:
         start = rows.high(row) - 1 if rows.decoding[row] else sequence.planned
         own = rows.blocks(row)[start // size :].tolist()
         assert all(pool.num_users(block) == 1 for block in own), f"row {row} will write a block that others read"
-        assert pool.cache is None or not any(pool.cache.holds(block) for block in own)
+        offered = pool.cache is not None and any(pool.cache.holds(block) for block in own)
+        assert not offered, f"row {row} will write a block that the cache offers"
 
 
 def _is_tried(executor: ExecutorState, row: int) -> bool:
@@ -160,7 +165,7 @@ def _check_blocks(executor: ExecutorState) -> None:
     free = pool.free_blocks()
     idle = pool.cache.idle_blocks() if pool.cache is not None else ()
     assert sorted([*free, *idle, *users]) == list(range(pool.num_blocks)), "blocks are lost or counted twice"
-    assert pool.available == len(free) + len(idle)
+    assert pool.available == len(free) + len(idle), "available blocks are miscounted"
     if pool.cache is not None:
         tails = pool.cache.tail_blocks()
         assert all(pool.cache.holds(block) != (block in tails) for block in idle), "an idle block holds nothing"
@@ -178,8 +183,8 @@ def _check_tenants(scheduler: Scheduler) -> None:
     if len(live) <= MAX_TOLD and len(stats.tenants) < MAX_TOLD:
         told = {tenant.tenant: tenant.waiting + tenant.running for tenant in stats.tenants}
         assert {name: count for name, count in told.items() if count} == live, "a tenant's live requests are miscounted"
-        assert sum(tenant.waiting for tenant in stats.tenants) == stats.waiting
-        assert sum(tenant.running for tenant in stats.tenants) == stats.running
+        assert sum(tenant.waiting for tenant in stats.tenants) == stats.waiting, "tenants' waiting are miscounted"
+        assert sum(tenant.running for tenant in stats.tenants) == stats.running, "tenants' running are miscounted"
 
 
 def _check_requests(scheduler: Scheduler) -> None:
@@ -191,13 +196,14 @@ def _check_requests(scheduler: Scheduler) -> None:
         parked += sequence.state == SequenceState.PARKED
         running += sequence.state == SequenceState.RUNNING
         held += sequence.state == SequenceState.HELD
-        assert (sequence.row >= 0) == (sequence.state in (SequenceState.PARKED, SequenceState.RUNNING))
-        assert (sequence.ticket > 0) == (sequence.state == SequenceState.WAITING)
-        assert sequence.key in scheduler.keys_of(sequence.request.request_id)
+        has_row = sequence.state in (SequenceState.PARKED, SequenceState.RUNNING)
+        assert (sequence.row >= 0) == has_row, "a sequence has a row and should not, or has none"
+        assert (sequence.ticket > 0) == (sequence.state == SequenceState.WAITING), "who waits is not in the queue"
+        assert sequence.key in scheduler.keys_of(sequence.request.request_id), "a live request is not known by its id"
         _check_fork(sequence)
     assert waiting + parked + running + held == scheduler.num_live, "a live request is nowhere"
-    assert waiting + parked + held == scheduler.num_waiting
-    assert running == scheduler.num_running
+    assert waiting + parked + held == scheduler.num_waiting, "who waits is miscounted"
+    assert running == scheduler.num_running, "who runs is miscounted"
     stats = scheduler.stats()
     ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed
     assert stats.requests_accepted == ended + scheduler.num_live, "an accepted request did not end exactly once"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.errors import (
     DeadlinePassed,
@@ -59,7 +58,6 @@ class Fleet:
         self._contexts: set[int] = set()
         self._dropped_tokens = 0
         self._rows_failed = False
-        self._before: dict[int, tuple[int, NDArray[np.int64]]] = {}
         for info in setting.infos:
             self.members.append(Member(self, info, self.members[0] if self.members else None))
             self._note_context()
@@ -73,16 +71,9 @@ class Fleet:
             return
         scheduler = self.members[0].scheduler
         assert scheduler.num_waiting + scheduler.num_running == scheduler.num_live, "a live request is nowhere"
-        for executor in scheduler.executors:
-            if executor.up:
-                rows = executor.rows
-                now = np.stack([rows.admission, rows.prefilled, rows.low])
-                epoch, before = self._before.get(executor.id, (0, now))
-                if epoch == executor.epoch:
-                    same = (before[0] == now[0]) & (now[0] > 0)
-                    assert (now[:, same] >= before[:, same]).all(), "computed or known tokens became fewer"
-                self._before[executor.id] = executor.epoch, now
-            assert 0 <= executor.pool.available <= executor.pool.num_blocks
+        for member in self.members:
+            member.never_fewer.check(member.executor)
+            assert 0 <= member.executor.pool.available <= member.executor.pool.num_blocks
         self._checks += 1
         if self._checks % self._check_every == 0:
             invariants.check(scheduler)

@@ -25,6 +25,7 @@ def draw_setting(rng: random.Random) -> Setting:
     long = pick((0, 0, 9))
     config = CoreConfig(
         pipeline_depth=pick((1, 2, 2, 3, 4)),
+        adapt_pipeline_depth=pick((True, False)),
         max_prefill_chunk=pick((0, 0, 1, 7)),
         max_num_batched_tokens=pick((0, 0, 5, 17)),
         max_num_seqs=pick((0, 0, 2, 5)),
@@ -41,6 +42,7 @@ def draw_setting(rng: random.Random) -> Setting:
         max_queued_tokens=pick((0, 0, 150)),
         max_queue_time_ms=pick((0, 0, 40)),
         target_itl_ms=pick((0.0, 0.0, 3.0)),
+        prefill_share=pick((1.0, 0.67, 0.1)),
     )
     infos = sorted((draw_info(rng) for _ in range(pick((1, 1, 2, 3)))), key=context_limit)
     outputs = sorted(info.max_output_bytes for info in infos)  # none holds less than those before it
@@ -58,4 +60,7 @@ def draw_info(rng: random.Random) -> ExecutorInfo:
         num_rows=rng.choice((12, 24)),
         max_num_seqs=8,
         max_output_bytes=rng.choice((4 * VOCAB - 1, 4 * VOCAB, 2000, 1 << 20)),
+        decode_step_ns=6_000_000,
+        decode_row_ns=600_000,
+        prefill_token_ns=rng.choice((0, 200_000, 4_000_000)),
     )

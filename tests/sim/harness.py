@@ -4,6 +4,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.clock import ManualClock
 from common.errors import StepwireError
 from common.messages import ExecutorInfo, Hello, PlanError, Sampling, StepPlan, StepResult, Welcome, u32
@@ -19,6 +22,24 @@ from scheduler_svc.messages import WORKER_SHIFT, Child, Extras, FinishReason, Su
 from scheduler_svc.observer import StepRecord
 from tests.fakes.toy_executor import ToyExecutor, crashed, toy_info
 from tests.fakes.toy_tokens import expected_tokens
+
+
+class NeverFewer:
+    """Within an epoch no admitted sequence's computed or known tokens become fewer."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, NDArray[np.int64]] = 0, np.zeros((3, 0), dtype=np.int64)
+
+    def check(self, executor: ExecutorState) -> None:
+        if not executor.up:
+            return
+        rows = executor.rows
+        now = np.stack([rows.admission, rows.prefilled, rows.low])
+        epoch, before = self._before
+        if epoch == executor.epoch:
+            same = (before[0] == now[0]) & (now[0] > 0)
+            assert (now[:, same] >= before[:, same]).all(), "computed or known tokens became fewer"
+        self._before = executor.epoch, now
 
 
 @dataclass
@@ -57,6 +78,7 @@ class Sim:
         self.records: list[StepRecord] = []
         self.corrupt_reads = self.limbo_violations = 0
         self.stale: set[int] = set()  # blocks that hold what was computed before the last cache reset
+        self.never_fewer = NeverFewer()
         self._counter = 0
         self.connect()
 
@@ -277,6 +299,7 @@ class Sim:
             self.stale.difference_update(admit.blocks[num_found:].tolist())
 
     def check(self) -> None:
+        self.never_fewer.check(self.executor)
         invariants.check(self.scheduler)
 
     def expected(self, key: int) -> list[int]:

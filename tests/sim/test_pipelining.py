@@ -1,5 +1,6 @@
 """The round trip disappears behind the device's work: plans overlap results."""
 
+import pickle
 from collections import deque
 from dataclasses import replace
 
@@ -157,6 +158,28 @@ def test_row_and_blocks_rest_until_the_last_result_naming_them() -> None:
     sim.run()
     sim.assert_tokens()
     sim.assert_all_free()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_nothing_that_was_handed_over_changes_afterwards(depth: int, cache: bool) -> None:
+    """vllm#53217. Plans are on their way and batches wait for their workers while the core goes on."""
+    config = CoreConfig(pipeline_depth=depth, max_prefill_chunk=8, enable_prefix_cache=cache)
+    sim = Sim(config, toy_info(num_blocks=30, max_num_seqs=6, num_rows=70), eos_chance=0.03)
+    for i in range(14):
+        sim.submit(range(10 + i // 2, 30 + i), 30, worker=i % 2, n=1 + i % 2, num_logprobs=i % 3)
+    told: list[tuple[object, bytes]] = []
+    while sim.scheduler.num_live:
+        planned = len(sim.records)
+        sim.fill()
+        told += [(record, pickle.dumps(record)) for record in sim.records[planned:]]
+        if (outcome := sim.deliver()) is not None:
+            told += [(batch, pickle.dumps(batch)) for batch in outcome.batches.values()]
+    assert sim.scheduler.stats().preemptions > 0 and len(told) > 300
+    assert all(pickle.dumps(message) == before for message, before in told)
+    columns = [getattr(message, name) for message, _ in told for name in message.__dataclass_fields__]  # type: ignore[attr-defined]
+    assert not any(isinstance(column, np.ndarray) and column.flags.writeable for column in columns)
+    sim.assert_tokens()
 
 
 class _Untouchable:

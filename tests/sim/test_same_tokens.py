@@ -7,6 +7,7 @@ import pytest
 
 from common.messages import u32
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.recent_tokens import SPAN
 from scheduler_svc.messages import FinishReason
 from tests.fakes.toy_executor import toy_info
 from tests.fakes.toy_tokens import is_greedy, log_softmax, toy_logits
@@ -41,6 +42,33 @@ def test_preemption_by_a_tiny_cache(depth: int) -> None:
         sim.submit(range(3 + i, 8 + i), 60)
     sim.run()
     assert sim.scheduler.stats().preemptions > 0
+    sim.assert_tokens()
+    sim.assert_all_free()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_sequences_of_more_steps_than_the_last_ones_that_are_kept(cache: bool) -> None:
+    """What the core keeps of the last steps runs over and is emptied row by row; the preempted, a lost executor and the
+    next turn all need tokens from before that."""
+    info = toy_info(block_size=64, max_blocks_per_row=40, num_blocks=200, vocab_size=40)
+    sim = Sim(CoreConfig(enable_prefix_cache=cache), info)
+    check, sim.check = sim.check, lambda: None  # type: ignore[method-assign]
+    keys = [sim.submit(range(5 + i, 10 + i), SPAN + 150 * i, ignore_eos=True) for i in range(1, 5)]
+    for step in range(SPAN + 90):
+        sim.fill()
+        sim.deliver()
+        if step % 64 == 0:
+            check()
+        if step in (700, SPAN + 60):
+            row = next(s.row for s in sim.scheduler.live_sequences() if s.key == keys[-1])
+            sim.scheduler._planner.preempt(sim.executor, row)
+    sim.disconnect()
+    sim.run()
+    check()
+    sim.assert_tokens()
+    turns = [sim.submit([*range(5 + i, 10 + i), *sim.clients[key].tokens, 7], 4) for i, key in enumerate(keys, 1)]
+    sim.run()
+    assert all(bool(sim.clients[turn].cached) == cache for turn in turns)
     sim.assert_tokens()
     sim.assert_all_free()
 

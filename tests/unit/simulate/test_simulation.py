@@ -149,6 +149,26 @@ def test_shared_prefixes_are_found_and_nothing_else_is() -> None:
     assert off.numbers["hit_rate"] == 0
 
 
+@pytest.mark.parametrize("target_ms", [2.2, 4.0])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_target_for_the_time_between_tokens_is_kept_and_prompts_get_what_it_leaves(
+    target_ms: float, depth: int
+) -> None:
+    """Prompts of up to 2,400 tokens on a device whose step of 16 decodes takes 1.2 to 1.5 ms, 5 µs a prompt token."""
+    shape = MODEL.executor.model_copy(update={"max_tokens_per_step": 2048, "max_context": 4096, "num_blocks": 4000})
+    model = MODEL.model_copy(update={"executor": shape})
+    trace = drawn(requests=150, rate=40.0, prompt=Lengths("uniform", 100, 2400), output=Lengths("uniform", 20, 80))
+    config = CoreConfig(pipeline_depth=depth)
+    free, _ = simulated(trace, config, IDEAL, model)
+    steered, results = simulated(trace, dataclasses.replace(config, target_itl_ms=target_ms), IDEAL, model)
+    assert free.measures.gaps.percentile_ns(99) > 2 * target_ms * 1e6
+    assert results.numbers["p99_itl_ms"] <= target_ms and results.all_served
+    steps = steered.measures.steps.rows()
+    mixed = steps[(steps["decode_tokens"] > 0) & (steps["prefill_tokens"] > 0)][50:]
+    full = (mixed["end_ns"] - mixed["start_ns"]) / 1e6
+    assert np.percentile(full, 75) >= 0.8 * target_ms, "steps with prompts take what the target allows"
+
+
 def test_preemptions_do_not_change_what_is_generated() -> None:
     model = MODEL.model_copy(update={"executor": MODEL.executor.model_copy(update={"num_blocks": 40})})
     trace = drawn(requests=80, rate=500.0, prompt=Lengths("uniform", 1, 100), output=Lengths("uniform", 1, 200))
