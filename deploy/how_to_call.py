@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Final
 
 from scheduler_svc.config import SchedulerConfig
-from stepwire_client import AsyncClient, Retry, StepwireError, Tls
+from stepwire_client import AsyncClient, ModelInfo, Retry, StepwireError, Tls
 
 # A client certificate is the caller's own; only its place can be named.
 CLIENT_CERT: Final = "CLIENT.pem"
@@ -37,8 +37,11 @@ def own_folder() -> Path | None:
     return folder if script.is_file() and shutil.which("stepwire") != str(script) else None
 
 
-def how_to_call(address: str, config: SchedulerConfig, folder: Path | None = None) -> str:
-    """What to type next. A token is not shown but read from its file. `folder`: of commands no shell finds by name."""
+def how_to_call(
+    address: str, config: SchedulerConfig, folder: Path | None = None, info: ModelInfo | None = None
+) -> str:
+    """What to type next. A token is not shown but read from its file. `folder`: of commands no shell finds by name.
+    `info`: None: nobody has asked what the model can take."""
     where = f"-unix {quote(address.removeprefix('unix:'))}" if address.startswith("unix:") else address
     stepwire = quote(str(folder / "stepwire")) if folder else "stepwire"
     lines = [f"Serving on {address}. Call it:", ""]
@@ -61,14 +64,21 @@ def how_to_call(address: str, config: SchedulerConfig, folder: Path | None = Non
             tls += [f'cert=Path("{CLIENT_CERT}")', f'key=Path("{CLIENT_KEY}")']
         imports = [*imports[:-1], "from pathlib import Path", "from stepwire_client import Client, Tls"]
         arguments.append(f"tls=Tls({', '.join(tls)})")
+    if info is None or info.has_chat_template:
+        command, call = "chat", 'chat([{"role": "user", "content": "Hello"}]).text'
+    elif info.has_tokenizer:
+        command, call = "generate Hello", 'complete("Hello").text'
+    else:
+        command, call = "", "complete(token_ids=[1, 2, 3]).token_ids"
+    body = '"text": "Hello"' if command else '"token_ids": {"ids": [1, 2, 3]}'
     lines += [
-        f"  {stepwire} chat --address {quote(address)}{flags}",
-        f'  grpcurl {grpcurl}-d \'{{"text": "Hello", "stop": {{"max_tokens": 16}}}}\'{header} {where} '
+        *([f"  {stepwire} {command} --address {quote(address)}{flags}"] if command else []),
+        f'  grpcurl {grpcurl}-d \'{{{body}, "stop": {{"max_tokens": 16}}}}\'{header} {where} '
         "stepwire.v1.Inference/Generate",
         "",
         *([f"  # Python: {folder / 'python'}, or any with client/ installed"] if folder else []),
         *(f"  {line}" for line in imports),
-        f'  print(Client({", ".join(arguments)}).chat([{{"role": "user", "content": "Hello"}}]).text)',
+        f"  print(Client({', '.join(arguments)}).{call})",
         "",
         f"Watch its steps: {stepwire} top --address {quote(address)}{flags}",
         "Ctrl-C stops it.",

@@ -27,7 +27,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.load_progress import has_terminal
 from executor_svc.progress_bar import BarTeller
 from scheduler_svc.config import SchedulerConfig
-from stepwire_client import AsyncClient, Delta, Finished, Health, Retry, StepwireError
+from stepwire_client import AsyncClient, Delta, Finished, Health, ModelInfo, Retry, StepwireError
 
 # The default model's best first token leads by far here, so the answer is the same in every precision.
 FIRST_PROMPT: Final = "Why is the sky blue?"
@@ -108,6 +108,7 @@ class _Up:
         self._draws = self.executor.config.progress == "auto" and has_terminal()
         self.log = LogLines(BarTeller() if self._draws else None)
         self._clients: dict[str, AsyncClient] = {}
+        self.info: ModelInfo | None = None  # once the first prompt has asked
 
     def _choose_executor_listen(self, directory: Path) -> str:
         source = self.executor.sources["listen"]
@@ -208,7 +209,7 @@ async def _serve(up: _Up, options: UpOptions) -> int:
             if options.once:
                 return 0
             address = await address_to_call(up.public_address(), up.scheduler.config)
-            err(how_to_call(address, up.scheduler.config, own_folder()))
+            err(how_to_call(address, up.scheduler.config, own_folder(), up.info))
             await supervisor.watch()
     except Stopped:
         return 0
@@ -230,7 +231,7 @@ async def _first_answer(up: _Up, options: UpOptions) -> None:
     tokens_file = up.scheduler.config.auth_tokens_file
     token = read_tokens(tokens_file)[0] if tokens_file else None
     async with AsyncClient(up.public_address(), token=token) as client:
-        info = await client.model_info(deadline=30)
+        up.info = info = await client.model_info(deadline=30)
         if not info.has_tokenizer:
             up.log.write("up", "the model has no tokenizer: no first prompt")
             return

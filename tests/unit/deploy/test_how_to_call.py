@@ -8,6 +8,7 @@ import pytest
 
 from deploy.how_to_call import address_to_call, how_to_call, own_folder
 from scheduler_svc.config import SchedulerConfig
+from stepwire_client import ModelInfo, Sampling
 
 PLAIN = SchedulerConfig()
 MUTUAL = SchedulerConfig(tls_cert=Path("/c.pem"), tls_key=Path("/k"), tls_client_ca=Path("/ca.pem"))
@@ -18,6 +19,21 @@ def test_the_address_is_named() -> None:
     assert "stepwire chat --address 127.0.0.1:5\n" in text and "grpcurl -plaintext" in text and "Ctrl-C" in text
     assert "stepwire top --address 127.0.0.1:5" in text
     assert "-unix /x" in how_to_call("unix:/x", PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("has_tokenizer", "has_chat_template", "words"),
+    [
+        (True, True, ["stepwire chat --address a:1\n", '{"text": "Hello", ', ").chat(["]),
+        (True, False, ["stepwire generate Hello --address a:1\n", '{"text": "Hello", ', ').complete("Hello")']),
+        (False, False, ['{"token_ids": {"ids": [1, 2, 3]}, ', ").complete(token_ids=[1, 2, 3])"]),
+    ],
+)
+def test_only_what_the_model_can_take_is_named(has_tokenizer: bool, has_chat_template: bool, words: list[str]) -> None:
+    info = ModelInfo("m", "", 9, 8, 8, (), None, has_tokenizer, has_chat_template, Sampling(), (), "")
+    text = how_to_call("a:1", PLAIN, info=info)
+    assert all(word in text for word in words)
+    assert ("stepwire chat" in text, "Hello" in text) == (has_chat_template, has_tokenizer)
 
 
 def test_commands_are_named_by_their_place_where_no_shell_finds_them(
