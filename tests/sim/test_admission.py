@@ -249,6 +249,23 @@ def test_room_is_evaluated_again_at_each_step() -> None:
     sim.assert_tokens()
 
 
+def test_room_is_evaluated_again_when_the_prefix_became_known_meanwhile() -> None:
+    """Who found no room for all its blocks needs fewer once another has computed the prompt they share."""
+    sim = Sim(CoreConfig(max_prefill_chunk=8), toy_info(num_blocks=14))
+    first = sim.submit(range(3, 27), 20, ignore_eos=True)
+    second = sim.submit([*range(3, 27), 50, 51], 4, ignore_eos=True)
+    sim.fill()
+    assert sim.scheduler.num_running == 1
+    while not sim.clients[second].tokens:
+        assert sim.clients[first].reason is None, "it waited for the other's end"
+        sim.deliver()
+        sim.fill()
+    assert sim.clients[second].cached > 0
+    sim.run()
+    sim.assert_tokens()
+    sim.assert_all_free()
+
+
 def test_what_no_longer_fits_after_a_restart_ends_with_an_error() -> None:
     sim = Sim(info=toy_info(num_blocks=64))
     large, small = sim.submit(range(3, 103), 50), sim.submit([5, 6, 7], 5)

@@ -111,6 +111,34 @@ def test_the_time_to_come_back_follows_the_drain_rate() -> None:
     assert rate.retry_after_ms(1000, now + 600 * SECOND) == 60_000, "nothing moves"
 
 
+def _served_at(per_second: int) -> Sim:
+    """One sequence at a time, so many a second, for 20 s; then one that runs on and nine that wait."""
+    sim = Sim(CoreConfig(max_num_seqs=1, max_queued_requests=9, max_queue_time_ms=1000, pipeline_depth=1))
+    for i in range(20 * per_second):
+        sim.submit([5 + i % 90, 6, 7], 1)
+        sim.run()
+        sim.pass_time(1000 / per_second)
+    sim.submit([5, 6, 7], 100, ignore_eos=True)
+    sim.fill()
+    for i in range(9):
+        sim.submit([6 + i, 6, 7], 5)
+    return sim
+
+
+@pytest.mark.parametrize("per_second", [2, 10])
+def test_who_is_refused_is_told_the_time_that_follows_from_the_admissions(per_second: int) -> None:
+    """Of nine that wait, half are gone in 4.5 / rate; of eight and fewer accordingly."""
+    sim = _served_at(per_second)
+    with pytest.raises(Overloaded) as refused:
+        sim.submit([5, 6, 7], 5)
+    assert refused.value.retry_after_ms == pytest.approx(4500 / per_second, rel=0.2)
+    assert sim.scheduler.stats().drain_rate == pytest.approx(per_second, rel=0.2)
+    sim.pass_time(1001)
+    told = [client.error for client in sim.clients.values() if client.error is not None]
+    assert len(told) == 9 and all(isinstance(error, Overloaded) for error in told)
+    assert max(error.retry_after_ms for error in told) == pytest.approx(4500 / per_second, rel=0.3)
+
+
 def test_a_rate_is_right_from_the_first_second_on() -> None:
     rate = DrainRate()
     for i in range(21):

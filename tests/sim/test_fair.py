@@ -149,6 +149,23 @@ def test_idleness_earns_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _early_while_late_catches_up() < 300 - bound, "without the lift it would be"
 
 
+def test_who_comes_when_nobody_waits_starts_level_with_the_last_who_did() -> None:
+    sim = Sim(CoreConfig(policy="fair", max_num_seqs=1, enable_prefix_cache=False))
+    for i in range(20):
+        sim.submit(range(5 + i, 15 + i), 10, tenant="early", ignore_eos=True)
+    sim.run()
+    for i in range(20):
+        for tenant in ("late", "early"):
+            sim.submit(range(5 + i, 15 + i), 10, tenant=tenant, ignore_eos=True)
+    ledger, most = Ledger(sim), 0.0
+    while _waits(sim, "late") and _waits(sim, "early"):
+        ledger.step()
+        most = max(most, ledger.served("late") - ledger.served("early"))
+    assert most <= 2 * (10 + 2 * 10), "2·U; else it would have been served alone until level, at 600"
+    sim.run()
+    sim.assert_tokens()
+
+
 def test_a_preempted_request_comes_back_before_any_that_never_ran_whoever_owes_what() -> None:
     config = CoreConfig(policy="fair", max_num_seqs=3, enable_prefix_cache=False)
     sim = Sim(config, toy_info(num_blocks=20, num_rows=67))
@@ -184,6 +201,18 @@ def test_tenants_are_told_in_the_statistics_and_forgotten_in_the_end() -> None:
     assert (told.requests, told.waiting, told.running) == (1, 0, 0)
     assert (told.prompt_tokens, told.generated_tokens) == (3, len(sim.clients[key].tokens))
     assert told.weight == 2.5 and round(told.served, 6) >= (3 + 2 * 4) / 2.5
+
+
+def test_prompt_tokens_found_in_the_cache_cost_a_tenant_nothing() -> None:
+    sim = Sim(CoreConfig(policy="fair"))
+    sim.submit(range(10, 40), 1, tenant="a")
+    sim.run()
+    before = sim.scheduler.stats().tenants[0]
+    sim.submit([*range(10, 40), 50, 51], 1, tenant="a")
+    sim.run()
+    after = sim.scheduler.stats().tenants[0]
+    assert after.prompt_tokens - before.prompt_tokens == 32 - 28
+    assert after.served - before.served == 32 - 28 + 2
 
 
 def test_isolated_tenants_share_no_prefix() -> None:

@@ -1,6 +1,9 @@
 """Nobody starves: decodes under prefills, the old under pressure, the preempted in the queue."""
 
+import pytest
+
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.sequence import SequenceState
 from tests.fakes.toy_executor import toy_info
 from tests.sim.harness import Sim
 
@@ -80,7 +83,8 @@ def test_a_preempted_sequence_comes_back_before_any_that_never_ran() -> None:
     keys = [sim.submit(range(3 + i, 23 + i), 30) for i in range(8)]
     admitted: list[int] = []
     while sim.scheduler.num_live:
-        waiting_again = {s.key for s in sim.scheduler.live_sequences() if s.preemptions and s.row < 0}
+        live = sim.scheduler.live_sequences()
+        waiting_again = {s.key for s in live if s.preemptions and s.state != SequenceState.RUNNING}
         record = sim.plan()
         if record is None:
             sim.deliver()
@@ -94,16 +98,39 @@ def test_a_preempted_sequence_comes_back_before_any_that_never_ran() -> None:
     sim.assert_tokens()
 
 
-def test_a_row_that_limbo_will_satisfy_sits_out() -> None:
-    sim = Sim(CoreConfig(pipeline_depth=2), toy_info(num_blocks=12, max_num_seqs=3, num_rows=67))
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
+def test_nobody_takes_the_place_of_one_whose_results_are_under_way(policy: str) -> None:
+    sim = Sim(CoreConfig(policy=policy, max_num_seqs=1))
+    first = sim.submit([5, 6, 7], 20, ignore_eos=True)
+    sim.fill()
+    sim.deliver()
+    sim.fill()
+    newcomer = sim.submit([6, 6, 7], 5)
+    sim.scheduler._planner.preempt(sim.executor, sim.scheduler.live_sequences()[0].row)
+    while sim.clients[first].reason is None:
+        sim.fill()
+        assert not any(
+            newcomer in record.prefill_keys.tolist() for record in sim.records if not sim.clients[first].ends
+        )
+        sim.deliver()
+    sim.run()
+    assert sim.clients[newcomer].reason is not None
+    sim.assert_tokens()
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_row_that_limbo_will_satisfy_sits_out(depth: int, steps: int) -> None:
+    """The others want a block while one that left still holds its own: in steps that differ with the depth."""
+    sim = Sim(CoreConfig(pipeline_depth=depth), toy_info(num_blocks=12, max_num_seqs=3, num_rows=67))
     old, leaving, young = (sim.submit(range(3 + i, 12 + i), 40, ignore_eos=True) for i in range(3))
     sim.fill()
-    for _ in range(2):
+    for _ in range(steps):
         sim.deliver()
         sim.fill()
     sim.cancel(leaving)  # its blocks are in limbo now
     before = sim.scheduler.stats().preemptions
-    for _ in range(sim.depth):
+    for _ in range(depth + 1):
         sim.plan()
         sim.deliver()
     assert sim.scheduler.stats().preemptions == before

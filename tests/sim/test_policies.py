@@ -81,7 +81,7 @@ def test_equals_never_evict_each_other_and_what_would_not_help_is_not_done() -> 
     assert sim.scheduler.stats().preemptions == 0
     sim = Sim(CoreConfig(policy="priority"), toy_info(num_blocks=20))
     big = sim.submit(range(5, 55), 20, priority=5, ignore_eos=True)  # 13 blocks, 18 in the end
-    small = sim.submit([5, 6, 7], 4, priority=0, ignore_eos=True)
+    small = sim.submit([5, 6, 7], 9, priority=0, ignore_eos=True)
     for _ in range(2):
         sim.fill()
         sim.deliver()
@@ -93,6 +93,39 @@ def test_equals_never_evict_each_other_and_what_would_not_help_is_not_done() -> 
     sim.run()
     assert sim.clients[big].reason and sim.clients[high].reason
     sim.assert_tokens()
+
+
+def test_who_was_passed_by_a_shorter_prompt_does_not_evict_it() -> None:
+    """It came before, and is no more important."""
+    config = CoreConfig(policy="priority", max_num_seqs=2, long_prefill_token_threshold=8, max_long_partial_prefills=1)
+    sim = Sim(config)
+    long = [sim.submit(range(5 + i, 45 + i), 9, ignore_eos=True) for i in range(2)]
+    short = sim.submit([5, 6, 7], 60, ignore_eos=True)
+    _steps_until_token(sim, short)
+    assert not sim.clients[long[1]].tokens
+    sim.run()
+    assert sim.scheduler.stats().preemptions == 0
+    sim.assert_tokens()
+
+
+def test_room_is_made_on_one_executor_only() -> None:
+    """Also while what was made there has to wait for results in flight."""
+    one = Sim(CoreConfig(policy="priority"), toy_info(num_rows=2, max_num_seqs=2))
+    other = Sim(info=toy_info(num_rows=2, max_num_seqs=2), beside=one)
+    for i in range(4):
+        one.submit([5 + i, 6, 7], 40, ignore_eos=True)
+    for _ in range(4):
+        for sim in (one, other):
+            sim.fill()
+            sim.deliver()
+    high = one.submit([30, 6, 7], 4, priority=1, ignore_eos=True)
+    while one.scheduler.num_live:
+        for sim in (one, other):
+            sim.fill()
+        for sim in (one, other):
+            sim.deliver()
+    assert one.clients[high].reason and one.scheduler.stats().preemptions == 1
+    one.assert_tokens()
 
 
 def test_evictions_are_bounded_for_each_request() -> None:
@@ -127,6 +160,21 @@ def _passed_by(aging_ms: int) -> int:
     return passed
 
 
+@pytest.mark.parametrize(("levels", "evicted"), [(1, 0), (2, 1)])
+def test_with_aging_an_evicted_one_stands_a_whole_level_behind(levels: int, evicted: int) -> None:
+    """One level, half of which the running one has aged already, is not enough."""
+    sim = Sim(CoreConfig(policy="priority", max_num_seqs=1, priority_aging_ms=100))
+    sim.submit([5, 6, 7], 30, ignore_eos=True)
+    for _ in range(3):
+        sim.fill()
+        sim.deliver()
+    sim.pass_time(50)
+    sim.submit([6, 6, 7], 5, priority=levels, ignore_eos=True)
+    sim.run()
+    assert sim.scheduler.stats().preemptions == evicted
+    sim.assert_tokens()
+
+
 def test_priority_starves_by_design_and_aging_bounds_it() -> None:
     assert _passed_by(0) == 60
     assert _passed_by(50) < 40  # two levels of 50 ms each, ten requests, and their time to run
@@ -141,6 +189,16 @@ def test_the_earliest_deadline_goes_first_and_who_has_none_is_not_passed_for_eve
     late, none, early = (sim.submit([5 + i, 6, 7], 3, deadline_ns=d) for i, d in enumerate((90 * s, 0, 5 * s)))
     sim.run()
     assert [int(r.prefill_keys[0]) for r in sim.records if len(r.prefill_keys)] == [early, none, late]
+
+
+def test_deadlines_over_an_hour_away_count_as_an_hour() -> None:
+    """Else those a day away would be passed for ever by ones two hours away."""
+    sim = Sim(CoreConfig(policy="deadline", max_num_seqs=1))
+    day = sim.submit([5, 6, 7], 3, deadline_ns=86_400_000_000_000)
+    sim.clock.advance_ns(1_000_000_000)
+    two_hours = sim.submit([6, 6, 7], 3, deadline_ns=7_200_000_000_000)
+    sim.run()
+    assert [int(r.prefill_keys[0]) for r in sim.records if len(r.prefill_keys)] == [day, two_hours]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -196,6 +254,19 @@ def test_what_can_not_make_its_deadline_by_the_measured_speed_is_refused() -> No
     assert sim.clients[open_end].tokens
     sim.assert_tokens()
     sim.assert_all_free()
+
+
+def test_prompt_tokens_in_the_prefix_cache_need_no_time() -> None:
+    sim = Sim(CoreConfig(policy="deadline", pipeline_depth=1, max_prefill_chunk=4))
+    for start in (10, 100):  # steps of 10 ms, each with 4 prompt tokens or 1 generated one
+        sim.submit(range(start, start + 40), 30, ignore_eos=True)
+        _run_timed(sim)
+    deadline_ns = sim.now_ns + 40_000_000
+    with pytest.raises(DeadlinePassed, match="at least"):
+        sim.submit(range(200, 240), 1, ignore_eos=True, deadline_ns=deadline_ns)
+    found = sim.submit(range(100, 140), 1, ignore_eos=True, deadline_ns=deadline_ns)
+    _run_timed(sim)
+    assert sim.clients[found].reason == FinishReason.MAX_TOKENS and sim.clients[found].cached == 36
 
 
 def test_what_can_no_longer_make_its_deadline_does_not_begin() -> None:
