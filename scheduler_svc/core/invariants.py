@@ -43,7 +43,8 @@ def _check_rows(executor: ExecutorState) -> None:
     assert sorted([*running, *executor.limbo]) == occupied, "a row is neither running nor in limbo, or both"
     admissions = rows.admission[occupied].tolist()
     assert len(set(admissions)) == len(admissions) and 0 not in admissions, "an admission id is used twice"
-    assert rows.least_slack <= rows.slack.min(initial=NEVER), "a block may be due unseen"
+    due = rows.slack.min(initial=NEVER)  # above half of NEVER: never, for one row as for the other
+    assert rows.least_slack <= due or due > NEVER // 2, "a block may be due unseen"
     for row in executor.limbo:
         assert not rows.left[row], f"row {row} in limbo has tokens left to plan"
         assert rows.last_step[row] > executor.last_result, f"row {row} stays in limbo after its last result"
