@@ -8,7 +8,8 @@ requests, which vLLM makes in another thread. Configured as a server of a Llama 
 the bookkeeping of its second model runner (where Triton is, so on GPUs). Each scheduler has a process of its own, with
 vLLM's treatment of the collector: the heap frozen once, before the first request; Python's thresholds.
 
-With --in-turns it writes "ready" and reads how many steps to run next, until that is 0.
+With --in-turns it writes "ready" and reads how many steps to run next, until that is 0. A turn's first
+ones, on top of these, are not counted: another process has had the caches.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 EOS, TOKENS = (128_009, 128_001, 128_008), (1000, 128_000)
 AHEAD = {"Scheduler": False, "AsyncScheduler": True}  # whether it plans a step before it knows the last one's result
-TURN = 10
+TURN, UNCOUNTED = 10, 3
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -171,6 +172,11 @@ class Case:
         for _ in range(steps):
             self._step()
 
+    def settle(self) -> None:
+        counted, self.samples = self.samples, []
+        self.run(UNCOUNTED)
+        self.samples = counted
+
     def summary(self) -> dict[str, Any]:
         parts = np.array(self.samples) / 1e3
         assert bool(self.ended) == self._load.churn
@@ -188,6 +194,7 @@ def serve(pipe: Connection, load: Load, name: str, model: str, warm_up: int) -> 
     case = Case(load, name, model, warm_up)
     pipe.send("ready")
     while steps := pipe.recv():
+        case.settle()
         case.run(steps)
         pipe.send("ready")
     pipe.send(case.summary())
@@ -203,9 +210,9 @@ def started(*task: Any) -> Connection:
 
 
 def turns(steps: int, asked: bool, out: IO[str]) -> Iterator[int]:
-    """How many steps each turn has: what stdin says, or `steps` in all."""
+    """How many counted steps each turn has: what stdin says, or as many as fit into `steps`."""
     if not asked:
-        yield from [TURN] * (steps // TURN)
+        yield from [TURN] * (steps // (TURN + UNCOUNTED))
         return
     print("ready", file=out, flush=True)
     while turn := int(sys.stdin.readline() or 0):
@@ -216,7 +223,7 @@ def turns(steps: int, asked: bool, out: IO[str]) -> Iterator[int]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, required=True, help="decoding rows")
-    parser.add_argument("--steps", type=int, default=200, help="measured steps of each case, at most")
+    parser.add_argument("--steps", type=int, default=200, help="of each case, at most, with those not counted")
     parser.add_argument("--warm-up", type=int, default=100, help="steps before")
     parser.add_argument("--queued", type=int, default=10_000, help="requests that wait in `queued`; 0: no such case")
     parser.add_argument("--prompt", type=int, default=64)
@@ -255,6 +262,7 @@ def main() -> None:
         "collector": f"gc.freeze() before the first request, thresholds {gc.get_threshold()}",
         "log_stats": True,
         "queued": args.queued,
+        "uncounted_steps_of_a_turn": UNCOUNTED,
     }
     print(json.dumps({"conditions": conditions, "results": results}), file=out, flush=True)
 
