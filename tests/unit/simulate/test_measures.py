@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.simulate.lengths import Lengths
 from scheduler_svc.simulate.measures import Histogram
 from scheduler_svc.simulate.plots import plots_of
 from scheduler_svc.simulate.report import MEANINGS, meaning, shown, write_report
 from scheduler_svc.simulate.results import jain, write_steps
+from scheduler_svc.simulate.simulation import Setup
 from tests.unit.simulate.scenes import MODEL, drawn, simulated
 
 
@@ -44,6 +47,41 @@ def test_results_agree_with_what_was_measured() -> None:
     _, served, waiting = m.tenants.samples()
     assert (np.diff(served, axis=0) >= 0).all() and (waiting >= 0).all()
     assert (m.tenants.waiting == 0).all()
+
+
+def test_the_table_is_what_plain_python_counts() -> None:
+    """Of two executors with too few blocks and a short queue: some are preempted, some refused."""
+    model = MODEL.model_copy(update={"executor": MODEL.executor.model_copy(update={"num_blocks": 40})})
+    lengths = {"prompt": Lengths("uniform", 1, 100), "output": Lengths("uniform", 1, 200)}
+    trace = drawn(requests=120, rate=400.0, tenants=(("a", 1.0), ("b", 1.0)), **lengths)
+    config = CoreConfig(max_queued_requests=8)
+    simulation, results = simulated(trace, config, Setup(num_executors=2), model)
+    m, n = simulation.measures, results.numbers
+    steps = [dict(zip(m.steps.rows().dtype.names or (), row, strict=True)) for row in m.steps.rows().tolist()]
+    done = [i for i in range(len(trace)) if m.end[i] >= 0]
+    seconds = (max(m.last.tolist()) - min(at for at in m.arrival.tolist() if at >= 0)) / 1e9
+    took_ms = [(step["end_ns"] - step["start_ns"]) / 1e6 for step in steps]
+    assert 0 < n["refused_overloaded"] == len(trace) - len(done) and n["preemptions"] > 0
+    assert {step["executor"] for step in steps} == {0, 1}
+    wanted = {
+        "finished": len(done),
+        "duration_s": seconds,
+        "requests_per_s": len(done) / seconds,
+        "output_tokens_per_s": sum(int(trace.output_tokens[i]) for i in done) / seconds,
+        "prefill_tokens": sum(step["prefill_tokens"] for step in steps),
+        "p99_latency_ms": np.percentile([(m.end[i] - m.arrival[i]) / 1e6 for i in done], 99),
+        "steps": len(steps),
+        "p95_step_ms": np.percentile(took_ms, 95),
+        "mean_sequences": sum(step["num_sequences"] for step in steps) / len(steps),
+        "most_waiting": max(step["waiting"] for step in steps),
+        "least_free_blocks": min(step["free_blocks"] for step in steps),
+        "device_busy_share": sum(took_ms) / 1000 / 2 / seconds,
+        "preemptions": sum(max(s["preemptions"] for s in steps if s["executor"] == e) for e in (0, 1)),
+    }
+    assert {name: n[name] for name in wanted} == pytest.approx(wanted)
+    assert n["prefill_tokens"] > sum(int(trace.prompt_tokens[i]) for i in done), "what was computed again counts"
+    assert n["device_busy_share"] < 1 and n["p95_step_ms"] < n["p99_latency_ms"]
+    assert m.tenants is not None and (m.tenants.waiting == 0).all()
 
 
 def test_fairness_under_contention() -> None:

@@ -112,6 +112,21 @@ def test_who_is_refused_is_counted_and_a_closed_loop_goes_on() -> None:
     assert too_large.numbers["refused_too_large"] == 2
 
 
+def test_a_refused_caller_comes_back_when_it_was_told_to() -> None:
+    """Eight come at once, one runs and one waits; the others are told a second, as nothing was measured yet."""
+    config = CoreConfig(max_queued_requests=1, max_num_seqs=1)
+    simulation, _ = simulated(drawn(requests=40, concurrency=8), config, IDEAL)
+    arrival = simulation.measures.arrival
+    assert (arrival == 0).sum() == 8 and (arrival == 1_000_000_000).sum() >= 6
+
+
+def test_requests_that_come_alone_are_spread_as_the_service_spreads_them() -> None:
+    setup = dataclasses.replace(IDEAL, num_executors=4)
+    simulation, _ = simulated(arrivals(0.0, 1.5, 2.5, 3.5, output=60), setup=setup, model=ONE_MS)
+    steps = simulation.measures.steps.rows()
+    assert [int(e) for e in steps[steps["prefill_tokens"] > 0]["executor"]] == [0, 1, 2, 3]
+
+
 def test_callers_leave_at_their_deadline() -> None:
     simulation, results = simulated(arrivals(0.0, output=100, deadline_ms=10.0), setup=IDEAL, model=ONE_MS)
     assert results.numbers["ended_deadline_passed"] == 1 and results.numbers["finished"] == 0
