@@ -64,6 +64,9 @@ def test_the_scheduler_does_one_thing_at_a_time() -> None:
     slow = Setup(network_us=0.0, loop_us=400.0)
     simulation, _ = simulated(arrivals(0.0), setup=slow, model=ONE_MS)
     assert simulation.measures.steps.rows()["start_ns"][:2].tolist() == [400_000, 1_400_000]
+    simulation, _ = simulated(arrivals(0.0), CoreConfig(pipeline_depth=1), slow, ONE_MS)
+    starts = simulation.measures.steps.rows()["start_ns"][:3].tolist()
+    assert starts == [400_000, 2_200_000, 4_000_000], "a step, its result booked, the next plan made"
     trace = drawn(requests=400, rate=1e6, output=Lengths("fixed", 20))
     wide = dataclasses.replace(slow, num_executors=64)
     config = CoreConfig(max_queued_requests=10_000)
@@ -122,7 +125,8 @@ def test_a_refused_caller_comes_back_when_it_was_told_to() -> None:
 
 def test_requests_that_come_alone_are_spread_as_the_service_spreads_them() -> None:
     setup = dataclasses.replace(IDEAL, num_executors=4)
-    simulation, _ = simulated(arrivals(0.0, 1.5, 2.5, 3.5, output=60), setup=setup, model=ONE_MS)
+    config = CoreConfig(pipeline_depth=8)  # none is ever full
+    simulation, _ = simulated(arrivals(0.0, 1.0, 2.0, 3.0, output=5), config, setup, ONE_MS)
     steps = simulation.measures.steps.rows()
     assert [int(e) for e in steps[steps["prefill_tokens"] > 0]["executor"]] == [0, 1, 2, 3]
 
