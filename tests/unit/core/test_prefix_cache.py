@@ -64,6 +64,14 @@ def test_least_recently_used_goes_first() -> None:
     assert len(cache) == 0 and cache.match([b"a"], 1) == []
 
 
+def test_what_is_evicted_in_part_is_the_next_to_be_evicted() -> None:
+    cache = PrefixCache(16)
+    cache.register([b"a", b"b", b"c", b"d"], [1, 2, 3, 4])
+    cache.keep([1, 2, 3])
+    cache.keep([4])
+    assert [_evict(cache, 1) for _ in range(4)] == [{3}, {2}, {1}, {4}]
+
+
 def test_no_two_different_inputs_are_the_same_bytes() -> None:
     """A salt may say anything: what looks like a field, a digest or a block's content stays a salt."""
     block = u32([1, 2, 3, 4])
