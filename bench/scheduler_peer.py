@@ -17,7 +17,7 @@ from bench.peers.base import output_of
 SCRIPT: Final = Path(__file__).parent / "peers" / "vllm_scheduler.py"
 CASES: Final = ("steady", "churn", "queued")
 ROW_STEPS: Final = 204_800  # rows times steps of a case at most: a step of theirs with 1024 rows takes 15 ms
-MAX_QUEUED: Final = 10_000  # 100,000 take them most of a minute to fill
+MAX_QUEUED: Final = 10_000  # 100,000 take each of theirs about 13 s to fill
 IN_TURNS: Final = "in turns with ours in this run; schedule + update alone, no wire: ours has it in both directions"
 _START_S, _TURN_S, _END_S, _TAIL = 300.0, 120.0, 5.0, 2000
 

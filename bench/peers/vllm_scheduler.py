@@ -190,7 +190,8 @@ def percentiles(us: Any) -> dict[str, float]:
     return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
 
 
-def serve(pipe: Connection, load: Load, name: str, model: str, warm_up: int) -> None:
+def serve(other_end: Connection, pipe: Connection, load: Load, name: str, model: str, warm_up: int) -> None:
+    other_end.close()  # or the pipe would never say that the parent is gone
     case = Case(load, name, model, warm_up)
     pipe.send("ready")
     while steps := pipe.recv():
@@ -204,7 +205,7 @@ def started(*task: Any) -> Connection:
     """A process of its own for one case, and the way to it."""
     context = multiprocessing.get_context("fork")  # vLLM takes many seconds to import
     ours, theirs = context.Pipe()
-    context.Process(target=serve, args=(theirs, *task), daemon=True).start()
+    context.Process(target=serve, args=(ours, theirs, *task), daemon=True).start()
     theirs.close()
     return ours
 
