@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,22 +88,29 @@ def loaded(package: str, preload: list[str]) -> dict[str, list[str]]:
     return result
 
 
-@pytest.mark.parametrize(
-    ("package", "preload", "forbidden"),
-    [
-        ("common", SHARED, {"torch", "scheduler_svc", "executor_svc", "deploy"}),
-        (
-            "scheduler_svc",
-            [*SHARED, "opentelemetry.instrumentation.grpc", "tokenizers", "jinja2", "smg_grpc_proto"],
-            {"torch", "executor_svc", "deploy", "bench"},
-        ),
-        ("executor_svc", [*SHARED, "torch", "safetensors.torch"], {"scheduler_svc", "deploy", "bench"}),
-        ("scheduler_svc.core", ["json", "hashlib"], {"asyncio", "grpc", "common.clock", "torch", "executor_svc"}),
-    ],
-)
-def test_modules_load_only_what_they_may(package: str, preload: list[str], forbidden: set[str]) -> None:
-    wrong = {}
-    for name, modules in loaded(package, preload).items():
+# Package: what its modules share, and what none of them may load.
+RULES: dict[str, tuple[list[str], set[str]]] = {
+    "scheduler_svc": (
+        [*SHARED, "opentelemetry.instrumentation.grpc", "tokenizers", "jinja2", "smg_grpc_proto"],
+        {"torch", "executor_svc", "deploy", "bench"},
+    ),
+    "executor_svc": ([*SHARED, "torch", "safetensors.torch"], {"scheduler_svc", "deploy", "bench"}),
+    "scheduler_svc.core": (["json", "hashlib"], {"asyncio", "grpc", "common.clock", "torch", "executor_svc"}),
+    "common": (SHARED, {"torch", "scheduler_svc", "executor_svc", "deploy"}),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> Iterator[dict[str, Future[dict[str, list[str]]]]]:
+    """`loaded` of each package, two at once."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {package: pool.submit(loaded, package, preload) for package, (preload, _) in RULES.items()}
+
+
+@pytest.mark.parametrize("package", RULES)
+def test_modules_load_only_what_they_may(package: str, reports: dict[str, Future[dict[str, list[str]]]]) -> None:
+    wrong, forbidden = {}, RULES[package][1]
+    for name, modules in reports[package].result().items():
         bad = {m for m in modules if any(m == f or m.startswith(f + ".") for f in forbidden)}
         if bad:
             wrong[name] = sorted(bad)[:5]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from executor_svc.kernels.skinny import CANDIDATES, VECTOR_CANDIDATES, SkinnyCon
 
 pytestmark = pytest.mark.timeout(300)  # all compiling counts as the first test's
 
+SHARES = 2  # processes that compile at once, each its share of the cases
 # Of compute capability 9.0: shared memory of one program, registers of all its threads.
 MAX_SHARED = 227 * 1024
 MAX_REGISTERS = 65536
@@ -26,13 +28,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     root = Path(__file__).parents[3]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "protos")])
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "tests.unit.kernels.ahead"],
-        env=environment, cwd=root, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    told: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
-    return told
+
+    def compile_share(share: int) -> dict[str, list[dict[str, Any]]]:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "tests.unit.kernels.ahead", str(share), str(SHARES)],
+            env=environment, cwd=root, capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        told: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+        return told
+
+    with ThreadPoolExecutor(SHARES) as pool:
+        return {name: kernels for told in pool.map(compile_share, range(SHARES)) for name, kernels in told.items()}
 
 
 def test_every_case_compiles_within_a_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:

@@ -1,10 +1,11 @@
 """Building the kernels: what is missing is said, what is damaged is built again, nothing half-built is ever loaded."""
 
-import concurrent.futures
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,7 +196,7 @@ def test_executors_that_start_together_build_once(able: Path, compiler: Compiler
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(start, range(4)))
     assert paths == {str(found())} and compiler.num_calls() == 1
 
@@ -333,17 +334,58 @@ def test_home_stands_in_for_a_cache_that_can_not_be_written(able: Path, compiler
     assert libraries(built.parent) == [built]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS, ids=lambda level: str(level.name))
-def test_every_level_compiles_and_loads_where_it_may(level: build.Level, tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Builds:
+    """What the real compiler makes of the kernels, two at once: under way from the first test that wants one."""
+
+    levels: dict[build.Level, Future[Path]]
+    sanitised: dict[str, Future["subprocess.CompletedProcess[str]"]]
+
+
+SANITIZERS = ("address,undefined", "thread")
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
     if not build.is_x86():
         pytest.skip("for x86-64 processors")
     try:
         compiler = find_compiler()
     except NoKernels as error:
         pytest.skip(str(error))
-    path = tmp_path / level.file_name()
-    build.build(compiler, level, path)
+    folder = tmp_path_factory.mktemp("builds")
+
+    def build_level(level: build.Level) -> Path:
+        path = folder / level.file_name()
+        build.build(compiler, level, path)
+        return path
+
+    def build_sanitised(sanitizer: str, level: build.Level) -> "subprocess.CompletedProcess[str]":
+        flags = [flag for flag in FLAGS if flag not in ("-shared", "-O3")]
+        # Names and lines are all a report needs; full debug information takes as long as the rest of the compilation.
+        command = [compiler, *flags, *level.options, "-O1", "-g1", f"-fsanitize={sanitizer}",
+                   "-fno-sanitize-recover=all", "-DSTEPWIRE_PORTABLE_TILES", f"-I{SOURCE}", str(HERE / "sanitised.cpp"),
+                   "-o", str(folder / sanitizer)]  # fmt: skip
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    try:
+        own = [own_level()]
+    except NoKernels:
+        own = []
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield Builds(
+            levels={level: pool.submit(build_level, level) for level in LEVELS},
+            sanitised={name: pool.submit(build_sanitised, name, level) for level in own for name in SANITIZERS},
+        )
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: str(level.name))
+def test_every_level_compiles_and_loads_where_it_may(builds: Builds, level: build.Level) -> None:
+    path = builds.levels[level].result()
     if not read_cpu_flags() >= level.needs:
         return
     try:
@@ -355,22 +397,16 @@ def test_every_level_compiles_and_loads_where_it_may(level: build.Level, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_sanitised(tmp_path: Path, sanitizer: str) -> None:
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_sanitised(builds: Builds, sanitizer: str) -> None:
     """Every kernel on small shapes, tiles in plain memory, where a sanitiser sees each access."""
-    try:
-        level, compiler = own_level(), find_compiler()
-    except NoKernels as error:
-        pytest.skip(str(error))
-    program = tmp_path / "sanitised"
-    flags = [flag for flag in FLAGS if flag not in ("-shared", "-O3")]
-    # Names and lines are all a report needs; full debug information takes as long as the rest of the compilation.
-    command = [compiler, *flags, *level.options, "-O1", "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
-               "-DSTEPWIRE_PORTABLE_TILES", f"-I{SOURCE}", str(HERE / "sanitised.cpp"), "-o", str(program)]  # fmt: skip
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not builds.sanitised:
+        pytest.skip("the processor can not run the kernels")
+    built = builds.sanitised[sanitizer].result()
     if built.returncode and "cannot find" in built.stderr:
         pytest.skip("the compiler has no sanitiser library")
     assert built.returncode == 0, built.stderr
+    program = built.args[-1]
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run([str(program)], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run([program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr

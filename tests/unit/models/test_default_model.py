@@ -1,9 +1,12 @@
 """The default model, end to end, against transformers."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from executor_svc.loader.load import load_model
+from executor_svc.models.decoder import Decoder
 from scheduler_svc.tokenizer import load_tokenizer
 from tests.reference import PlainOps, default_files, greedy_differences, logits_of, reference_logits
 
@@ -17,12 +20,15 @@ TEXTS = [
 ]
 
 
+@cache
+def our_model() -> Decoder:
+    return load_model(default_files(), dtype=torch.float32, device=torch.device("cpu"), ops=PlainOps())
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_logits_are_those_of_transformers(text: str) -> None:
-    files = default_files()
-    tokenizer = load_tokenizer(files)
+    tokenizer, decoder = load_tokenizer(default_files()), our_model()
     assert tokenizer is not None
-    decoder = load_model(files, dtype=torch.float32, device=torch.device("cpu"), ops=PlainOps())
     ids = tokenizer.encode(text)
     torch.testing.assert_close(logits_of(decoder, ids), reference_logits(ids), atol=2e-3, rtol=1e-4)
     greedy: list[int] = []
