@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import run_part
+from tests.unit.kernels.test_bench_gpu import EVERY_KERNEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,8 @@ def test_a_rehearsal_from_the_first_line_to_the_record(tmp_path: Path) -> None:
     assert told["conditions"]["options"]["rehearse"]
     results = told["results"]
     assert [ending["ended"] for ending in results["endings"]] == ["well"] * 3
-    assert len(results["kernels"]) > 8
+    assert {row["kernel"] for row in results["kernels"]} == EVERY_KERNEL
+    assert [row for row in results["kernels"] if row.get("right") is False] == []
     assert [row["right"] for row in results["model"]] == [True] * 10
     rows = results["l1b"]
     assert {row["workload"] for row in rows if row["what"] == "table"} == {"G1", "G2", "G3", "G4"}

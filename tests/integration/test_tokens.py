@@ -32,8 +32,8 @@ FULL = os.environ.get("FULL_TOKENS") == "1"
 NUM_TOKENS = 64
 # Of the sample: short, a list, code, Chinese, Arabic, emoji, and the two long ones.
 SAMPLE = tuple(range(len(PROMPTS))) if FULL else (0, 3, 5, 11, 14, 16, 18, 19)
-# A block's worth: wherever it ends, each sequence decodes across the edge of one.
-SAMPLE_TOKENS = NUM_TOKENS if FULL else 16
+# With fewer the pool that is too small for all of them would still hold them one after another: nobody is preempted.
+SAMPLE_TOKENS = NUM_TOKENS if FULL else 20
 CONTEXT = 1024
 GREEDY = Sampling(seed=1, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 SEEDED = Sampling(seed=11, max_tokens=NUM_TOKENS, temperature=0.9, top_k=50, top_p=0.95, min_p=0.02, ignore_eos=True)
