@@ -12,6 +12,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.suspects import SUSPECT_DEATHS
 from scheduler_svc.core.tenants import MAX_TOLD
+from scheduler_svc.messages import Stats
 
 
 def check(scheduler: Scheduler) -> None:
@@ -24,9 +25,9 @@ def check(scheduler: Scheduler) -> None:
             _check_copies(executor)
             _check_kept(executor)
         _check_blocks(executor)
-    _check_requests(scheduler)
-    _check_tenants(scheduler)
     stats = scheduler.stats()
+    _check_requests(scheduler, stats)
+    _check_tenants(scheduler, stats)
     for name in stats.__dataclass_fields__:
         value = getattr(stats, name)
         assert not isinstance(value, int) or value >= 0, f"{name} is {value}"
@@ -140,7 +141,9 @@ def _is_tried(executor: ExecutorState, row: int) -> bool:
 def _check_copies(executor: ExecutorState) -> None:
     """What a step in flight copies from and to has users, if only rows in limbo."""
     rows = executor.rows
-    used = {block for row in range(len(rows)) for block in rows.blocks(row).tolist()}
+    used: set[int] = set()
+    for row in np.flatnonzero(rows.table_len).tolist():
+        used.update(rows.blocks(row).tolist())
     for flight in executor.flights:
         plan = flight.record.plan
         assert used.issuperset(plan.copy_sources.tolist()), "a block is free that a step in flight copies from"
@@ -151,13 +154,13 @@ def _check_blocks(executor: ExecutorState) -> None:
     pool, rows = executor.pool, executor.rows
     users: Counter[int] = Counter()
     running: Counter[int] = Counter()
-    for row, sequence in enumerate(rows.seqs):
-        table = rows.blocks(row).tolist()
-        assert sequence is not None or not table, f"row {row} is free and has blocks"
+    for row in np.flatnonzero(rows.table_len).tolist():
+        sequence, table = rows.seqs[row], rows.blocks(row).tolist()
+        assert sequence is not None, f"row {row} is free and has blocks"
         assert len(set(table)) == len(table), f"row {row} has a block twice"
         users.update(table)
         running.update(table if rows.running[row] else ())
-        for block in table[sequence.num_known :] if sequence is not None else ():
+        for block in table[sequence.num_known :]:
             assert pool.num_users(block) == 1, f"row {row} shares a block it takes for its own"
             assert pool.cache is None or not pool.cache.holds(block), f"row {row} offers a block it takes for its own"
     assert all(pool.num_users(block) == count for block, count in users.items()), "a block's users are miscounted"
@@ -176,8 +179,7 @@ def _check_blocks(executor: ExecutorState) -> None:
         assert not any(pool.cache.holds(block) for block in free), "a free block is still registered"
 
 
-def _check_tenants(scheduler: Scheduler) -> None:
-    stats = scheduler.stats()
+def _check_tenants(scheduler: Scheduler, stats: Stats) -> None:
     live: dict[str, int] = {}
     for sequence in scheduler.live_sequences():
         live[sequence.request.tenant] = live.get(sequence.request.tenant, 0) + 1
@@ -188,7 +190,7 @@ def _check_tenants(scheduler: Scheduler) -> None:
         assert sum(tenant.running for tenant in stats.tenants) == stats.running, "tenants' running are miscounted"
 
 
-def _check_requests(scheduler: Scheduler) -> None:
+def _check_requests(scheduler: Scheduler, stats: Stats) -> None:
     waiting = parked = running = held = 0
     for sequence in scheduler.live_sequences():
         no_further = sequence.deaths >= SUSPECT_DEATHS and sequence.length <= sequence.death_length
@@ -205,6 +207,5 @@ def _check_requests(scheduler: Scheduler) -> None:
     assert waiting + parked + running + held == scheduler.num_live, "a live request is nowhere"
     assert waiting + parked + held == scheduler.num_waiting, "who waits is miscounted"
     assert running == scheduler.num_running, "who runs is miscounted"
-    stats = scheduler.stats()
     ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed
     assert stats.requests_accepted == ended + scheduler.num_live, "an accepted request did not end exactly once"
