@@ -218,7 +218,7 @@ def measure_beside(
     turn = steps_in_turns(num_rows, steps, turns)
     options = {"rows": num_rows, "steps": turns * (turn + UNCOUNTED), "warm-up": 2 * TURN, "seed": seed}
     options |= {"prompt": PROMPT, "mean-output": MEAN_OUTPUT, "block-size": BLOCK_SIZE}
-    options |= {"queued": min(queued, MAX_QUEUED)}
+    options |= {"queued": min(queued, MAX_QUEUED), "uncounted": UNCOUNTED}
     with VllmSchedulers(vllm, options, turn) as peer:
         return measure(num_rows, steps, seed, queued, peer), peer.report()
 

@@ -44,7 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 EOS, TOKENS = (128_009, 128_001, 128_008), (1000, 128_000)
 AHEAD = {"Scheduler": False, "AsyncScheduler": True}  # whether it plans a step before it knows the last one's result
-TURN, UNCOUNTED = 10, 3
+TURN = 10
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,7 +60,8 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Load:
-    """`output`: tokens of each request without churn; with churn they are spread around `mean_output`."""
+    """`output`: tokens of each request without churn; with churn they are spread around `mean_output`. `uncounted`:
+    first steps of each turn."""
 
     rows: int
     prompt: int
@@ -68,6 +69,7 @@ class Load:
     output: int
     block_size: int
     seed: int
+    uncounted: int
     churn: bool = False
     queued: int = 0
 
@@ -174,7 +176,7 @@ class Case:
 
     def settle(self) -> None:
         counted, self.samples = self.samples, []
-        self.run(UNCOUNTED)
+        self.run(self._load.uncounted)
         self.samples = counted
 
     def summary(self) -> dict[str, Any]:
@@ -210,10 +212,10 @@ def started(*task: Any) -> Connection:
     return ours
 
 
-def turns(steps: int, asked: bool, out: IO[str]) -> Iterator[int]:
+def turns(steps: int, uncounted: int, asked: bool, out: IO[str]) -> Iterator[int]:
     """How many counted steps each turn has: what stdin says, or as many as fit into `steps`."""
     if not asked:
-        yield from [TURN] * (steps // (TURN + UNCOUNTED))
+        yield from [TURN] * (steps // (TURN + uncounted))
         return
     print("ready", file=out, flush=True)
     while turn := int(sys.stdin.readline() or 0):
@@ -231,6 +233,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mean-output", type=int, default=256)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--uncounted", type=int, default=3, help="first steps of each turn")
     parser.add_argument("--in-turns", action="store_true")
     return parser.parse_args()
 
@@ -240,7 +243,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes to stderr
     output = args.steps + args.warm_up + 2 * TURN
-    load = Load(args.rows, args.prompt, args.mean_output, output, args.block_size, args.seed)
+    load = Load(args.rows, args.prompt, args.mean_output, output, args.block_size, args.seed, args.uncounted)
     loads = {"steady": load, "churn": replace(load, churn=True)}
     if args.queued:
         loads["queued"] = replace(load, churn=True, queued=args.queued)
@@ -249,7 +252,7 @@ def main() -> None:
         pipes = {(name, case): started(loads[case], name, model, args.warm_up) for name in AHEAD for case in loads}
         for pipe in pipes.values():
             pipe.recv()
-    for steps in turns(args.steps, args.in_turns, out):
+    for steps in turns(args.steps, args.uncounted, args.in_turns, out):
         for pipe in pipes.values():
             pipe.send(steps)
             pipe.recv()
@@ -263,7 +266,7 @@ def main() -> None:
         "collector": f"gc.freeze() before the first request, thresholds {gc.get_threshold()}",
         "log_stats": True,
         "queued": args.queued,
-        "uncounted_steps_of_a_turn": UNCOUNTED,
+        "uncounted_steps_of_a_turn": args.uncounted,
     }
     print(json.dumps({"conditions": conditions, "results": results}), file=out, flush=True)
 
