@@ -22,6 +22,8 @@ def assemble(config: SchedulerConfig, *, serves: bool = True) -> Parts:
     tokenizer = load_tokenizer(files) if serves else None
     if serves and tokenizer is None:
         log.warning("%s has no tokenizer: only token ids are served", files.path)
+    if tokenizer is not None and (problem := tokenizer.chat_template_problem()):
+        log.warning("%s: %s; chats that bring no template of their own will be refused", files.path, problem)
     return Parts(
         model=ServedModel.of(files.description, config.served_model_name),
         tokenizer=tokenizer,

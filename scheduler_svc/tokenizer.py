@@ -16,6 +16,7 @@ from scheduler_svc.detokenizer import DecodeRules, IncrementalDecoder, PieceTabl
 from scheduler_svc.gguf_tokenizer import build_tokenizer
 from scheduler_svc.hf_tokenizer import read_tokenizer, token_text
 
+_OWN_TEMPLATE = "chat.messages"  # what errors of the model's own template are about: the caller chose only those
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -56,6 +57,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
+
+    def chat_template_problem(self) -> str:
+        """Why the model's own chat template can not be used, as far as compiling it shows; empty: it can, or there is
+        none."""
+        try:
+            if self.chat_template is not None:
+                ChatTemplate(self.chat_template, _OWN_TEMPLATE)
+        except InvalidInput as error:
+            return error.message
+        return ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens spelled out in `text` become themselves; `add_special_tokens` adds BOS and EOS as
@@ -98,7 +109,7 @@ class Tokenizer:
         if template:
             chosen = ChatTemplate(template)
         elif self.chat_template is not None:
-            chosen = ChatTemplate(self.chat_template, "chat.messages")
+            chosen = ChatTemplate(self.chat_template, _OWN_TEMPLATE)
         else:
             raise NotSupported("the model has no chat template; send one, or send text", field="chat.template")
         turns = [{"role": message.role, "content": message.content} for message in messages]

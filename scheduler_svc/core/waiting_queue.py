@@ -1,37 +1,62 @@
 """The one waiting queue. Nothing ever walks over it: each operation costs O(log n), and removal next to nothing."""
 
 import heapq
+from collections import deque
 
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.sequence import Sequence, SequenceState
 
 _MIN_STALE = 64
+_Entry = tuple[int, int, Sequence]  # rank, ticket
 
 
 class Lane:
-    """A heap by rank; who was removed stays in it, unseen, until it comes up or half of the heap is such."""
+    """By rank. Who comes behind all of the line joins it, as under most policies nearly everyone does: then a hundred
+    thousand who wait cost the first no more than ten. Who comes out of order goes to a heap. Who was removed stays in
+    either, unseen, until he comes up or half of all are such."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[int, int, Sequence]] = []  # rank, ticket; the first is never one that was removed
+        self._line: deque[_Entry] = deque()
+        self._heap: list[_Entry] = []
         self._waiting = 0
+        self.first: _Entry | None = None  # never one that was removed
 
     def __len__(self) -> int:
         return self._waiting
 
+    @property
+    def num_entries(self) -> int:
+        """With those that were removed."""
+        return len(self._line) + len(self._heap)
+
     def push(self, rank: int, sequence: Sequence) -> None:
-        heapq.heappush(self.heap, (rank, sequence.ticket, sequence))
+        entry, line = (rank, sequence.ticket, sequence), self._line
+        if not line or line[-1] < entry:
+            line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
+        if self.first is None or entry < self.first:
+            self.first = entry
         self._waiting += 1
 
     def remove(self) -> int:
         """A sequence of this lane lost its ticket. Returns how many wait now."""
         self._waiting -= 1
-        heap = self.heap
-        if len(heap) > _MIN_STALE and self._waiting * 2 < len(heap):
-            heap = self.heap = [entry for entry in heap if entry[2].ticket == entry[1]]
-            heapq.heapify(heap)
-        while heap and heap[0][2].ticket != heap[0][1]:
+        if self.num_entries > _MIN_STALE and self._waiting * 2 < self.num_entries:
+            self._line = deque(entry for entry in self._line if not _is_stale(entry))
+            self._heap = [entry for entry in self._heap if not _is_stale(entry)]
+            heapq.heapify(self._heap)
+        line, heap = self._line, self._heap
+        while line and _is_stale(line[0]):
+            line.popleft()
+        while heap and _is_stale(heap[0]):
             heapq.heappop(heap)
+        self.first = min(line[0], heap[0]) if line and heap else line[0] if line else heap[0] if heap else None
         return self._waiting
+
+
+def _is_stale(entry: _Entry) -> bool:
+    return entry[2].ticket != entry[1]
 
 
 class Lanes:
@@ -63,12 +88,12 @@ class Lanes:
         """(turn, sequence) of the first of all."""
         while self._order:
             turn, made, lane_id, lane = self._order[0]
-            if not lane.heap:
+            if (first := lane.first) is None:
                 heapq.heappop(self._order)
                 continue
             now = self._policy.turn(lane_id)
             if now <= turn:
-                return turn, lane.heap[0][2]
+                return turn, first[2]
             heapq.heapreplace(self._order, (now, made, lane_id, lane))
         return None
 
@@ -124,8 +149,8 @@ class WaitingQueue:
 
     def peek(self, usual_only: bool = False) -> Sequence | None:
         """The first; with `usual_only` the first that is not long."""
-        if self._front.heap:
-            return self._front.heap[0][2]
+        if self._front.first is not None:
+            return self._front.first[2]
         usual = self._usual.first()
         long = None if usual_only or not self._long_tokens else self._long.first()
         if usual is None or long is None:

@@ -22,9 +22,9 @@ def _size(scheduler: Scheduler) -> int:
     """Everything the core keeps for requests: entries of queue, timers, ids, tenants."""
     queue, expiry = scheduler._queue, scheduler._expiry
     lanes = [queue._front, *queue._usual._lanes.values(), *queue._long._lanes.values()]
-    heaps = sum(len(lane.heap) for lane in lanes) + len(queue._usual._order) + len(queue._long._order)
+    entries = sum(lane.num_entries for lane in lanes) + len(queue._usual._order) + len(queue._long._order)
     timers = len(expiry._timers._heap) + len(expiry._timers._when)
-    return heaps + timers + len(scheduler._live) + len(scheduler._requests) + len(scheduler._tenants)
+    return entries + timers + len(scheduler._live) + len(scheduler._requests) + len(scheduler._tenants)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair", "deadline", "priority"])

@@ -161,3 +161,27 @@ def test_a_suspect_can_be_cancelled_while_it_waits_and_while_it_is_tried() -> No
     assert sim.clients[keys[1]].reason and sim.clients[keys[3]].reason
     sim.assert_tokens()
     sim.assert_all_free()
+
+
+def test_a_suspect_is_tried_where_everyone_has_shown_not_to_be_the_one() -> None:
+    """Who has not delivered since its admission could be guilty as well: who of them, nobody could tell."""
+    first = Sim(CoreConfig(max_prefill_chunk=4))
+    other = Sim(beside=first)
+    long = first.submit(range(5, 25), 8, ignore_eos=True)
+    other.plan()
+    suspect = first.submit(range(30, 40), 8, ignore_eos=True)
+    for _ in range(2):
+        first.connect()
+        first.plan()
+        first.disconnect()
+    waiting = next(s for s in first.scheduler.live_sequences() if s.key == suspect)
+    assert waiting.is_suspect and waiting.row < 0
+    while not first.clients[long].tokens:
+        other.fill()
+        assert waiting.row < 0
+        other.deliver()
+    other.fill()
+    assert waiting.row >= 0 and waiting.executor_id == other.executor_id
+    other.run()
+    assert first.clients[long].reason and first.clients[suspect].reason
+    first.assert_tokens()

@@ -51,11 +51,44 @@ def test_removed_ones_never_come_up_and_do_not_pile_up() -> None:
         queue.push(sequence)
     for sequence in sequences[:990]:
         queue.remove(sequence)
-    assert len(queue) == 10 and len(queue._usual._lanes[0].heap) <= 64
+    assert len(queue) == 10 and queue._usual._lanes[0].num_entries <= 64
     assert queue.peek() is sequences[990]
     sequences[0].ticket = 0
     queue.push(sequences[0])
     assert _pop(queue) is sequences[0]
+
+
+def test_whatever_comes_and_goes_the_first_is_the_lowest_rank() -> None:
+    """Most in order, some back again or out of turn, some removed wherever they stand."""
+    queue, draw = WaitingQueue(_policy("fcfs")), random.Random(2)
+    fresh = iter(_sequence(order) for order in range(1, 3001))
+    waiting: list[Sequence] = []
+    gone: list[Sequence] = []
+    for _ in range(8000):
+        what = draw.random()
+        if what < 0.3 and (sequence := next(fresh, None)) is not None:
+            waiting.append(sequence)
+            queue.push(sequence)
+        elif what < 0.45 and gone:
+            waiting.append(gone.pop(draw.randrange(len(gone))))
+            queue.push(waiting[-1])
+        elif waiting:
+            removed = min(waiting, key=lambda s: s.rank) if what < 0.75 else draw.choice(waiting)
+            waiting.remove(removed)
+            queue.remove(removed)
+            gone.append(removed)
+        assert queue.peek() is min(waiting, key=lambda s: s.rank, default=None)
+        assert len(queue) == len(waiting)
+
+
+def test_who_comes_in_order_is_searched_by_nobody() -> None:
+    queue = WaitingQueue(_policy("fcfs"))
+    for order in range(1, 1001):
+        queue.push(_sequence(order))
+    assert not queue._usual._lanes[0]._heap
+    first = _pop(queue)
+    queue.push(first)
+    assert len(queue._usual._lanes[0]._heap) == 1 and queue.peek() is first
 
 
 def test_priority_goes_before_arrival() -> None:

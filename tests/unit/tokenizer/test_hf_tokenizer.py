@@ -11,6 +11,8 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import InvalidInput, ModelError, NotSupported
 from common.model_files.describe import read_model
+from scheduler_svc.assemble import assemble
+from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.model_files.test_describe import make_directory
 from tests.unit.tokenizer.test_gguf_tokenizer import reference
@@ -99,6 +101,23 @@ def test_a_template_in_the_configuration_is_found(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("new way")
     assert load(tmp_path).apply_chat_template(CHAT) == "new way"
     assert load(tmp_path).apply_chat_template(CHAT, template="the caller's") == "the caller's"
+
+
+def test_a_template_that_is_none_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Text and ids are served all the same."""
+    reference("GPT2Tokenizer").save_pretrained(tmp_path)
+    assert load(tmp_path).chat_template_problem() == ""
+    change_config(tmp_path, chat_template="{% for message in messages %}{{ message.content }}")
+    config = SchedulerConfig(model=str(tmp_path))
+    parts = assemble(config)
+    assert isinstance(parts.tokenizer, Tokenizer) and parts.tokenizer.encode("hello")
+    assert f"{tmp_path}: not a chat template: " in caplog.text and "will be refused" in caplog.text
+    with pytest.raises(InvalidInput, match="not a chat template"):
+        parts.tokenizer.apply_chat_template(CHAT)
+    caplog.clear()
+    change_config(tmp_path, chat_template="well")
+    assemble(config)
+    assert not caplog.text
 
 
 def test_saved_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> None:
