@@ -99,7 +99,8 @@ class DeviceStep:
             inputs.chunk_columns = torch.tensor(columns, device=device)
             if len(chunks) < num_rows:
                 others = torch.arange(len(chunks), num_rows, device=device)
-                inputs.decode_tokens, inputs.decode_at = inputs.last_at[len(chunks) :], others
+                # In memory of its own: a kernel is compiled anew for addresses that are no multiple of 16.
+                inputs.decode_tokens, inputs.decode_at = inputs.last_at[len(chunks) :].clone(), others
                 inputs.sampling = others
         if full:
             sampling = torch.arange(num_rows - len(chunks) or num_rows, device=device)

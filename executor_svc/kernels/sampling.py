@@ -245,7 +245,8 @@ def draw_kernel(
     tl.store(drawn + at, token)
 
 
-@triton.jit(do_not_specialize=["num_parts", "pad_row"])
+# Where nothing goes `out`, its sizes are those of the rows, which vary.
+@triton.jit(do_not_specialize=["out_stride", "out_rows", "num_parts", "pad_row"])
 def commit_kernel(
     rows, status, best, best_at, finite, drawn, tokens, out_status, last_token, lengths, dead, changes, counts,
     out, place, out_stride, out_rows, pad_row, num_parts,
