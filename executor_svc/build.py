@@ -28,6 +28,7 @@ from executor_svc.kv_cache import (
     plan_num_blocks,
 )
 from executor_svc.load_progress import Progress, no_progress
+from executor_svc.memory_errors import lacks_memory
 from executor_svc.models.decoder import Decoder, LayerWeights
 from executor_svc.numerics import ExactOps, FastOps, can_pack
 from executor_svc.runner import Runner
@@ -143,7 +144,9 @@ def build_runner(
             cache = make_cache(shape, count, lambda size, dtype: device.zeros(*size, dtype=dtype))
             state = RowState(device, num_rows, max_blocks, cache.null_block, config.vocab_size)
             rings = StepRings(device, pipeline_depth, _staging_bytes(max_tokens_per_step, num_rows), max_num_seqs)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not lacks_memory(error):
+                raise
             text = f"there is no memory for {count} KV blocks and the state of {num_rows} rows: {error}"
             raise ConfigError(text, field="num_blocks" if num_blocks else "kv_cache_memory") from error
         graphs = GraphCache(buckets, contexts)

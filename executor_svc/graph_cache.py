@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from executor_svc.capturing import capturing
+
 
 class Variant(Enum):
     """How far a graph goes."""
@@ -65,12 +67,8 @@ class CudaGraph:
         body(shape)
         torch.cuda.current_stream(device).synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile: only what this one does must be fit for a graph.
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-        try:
+        with capturing(self._graph, pool):
             self._outputs = body(shape)
-        finally:
-            self._graph.capture_end()
         # The driver may take some of a graph's memory at its first replay: now, while what graphs take is measured.
         self._graph.replay()
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from executor_svc.capturing import capturing
+
 # The minimum of these counts: whatever disturbs a replay makes it longer.
 _REPEATS = 5
 
@@ -17,14 +19,10 @@ def replayed_ms(calls: Sequence[Callable[[], object]], rounds: int = 1) -> float
     calls[0]()  # compiled, or chosen, outside of the capture
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads may use CUDA meanwhile.
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
+    with capturing(graph):
         for _ in range(rounds):
             for call in calls:
                 call()
-    finally:
-        graph.capture_end()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     graph.replay()
     best = float("inf")

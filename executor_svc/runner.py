@@ -19,6 +19,7 @@ from executor_svc.device_step import DeviceStep
 from executor_svc.graph_cache import GraphCache, GraphShape, Variant
 from executor_svc.input_batch import Batch, make_batch
 from executor_svc.kv_cache import KvCache
+from executor_svc.memory_errors import lacks_memory
 from executor_svc.plan_check import PlanCheck
 from executor_svc.results import collect_outputs, make_result
 from executor_svc.rows import HostRow, RowBook
@@ -323,5 +324,5 @@ class Runner:
 
 def _refuse_failed(plan: StepPlan, failure: BaseException) -> PlanRefused:
     text = f"{type(failure).__name__}: {failure}"
-    lacks_memory = isinstance(failure, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(failure)
-    return refused(plan, PlanErrorCode.OUT_OF_MEMORY if lacks_memory else PlanErrorCode.DEVICE_FAILED, text)
+    code = PlanErrorCode.OUT_OF_MEMORY if lacks_memory(failure) else PlanErrorCode.DEVICE_FAILED
+    return refused(plan, code, text)

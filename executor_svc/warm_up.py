@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from common.errors import ConfigError
 from executor_svc.device_step import DeviceStep
 from executor_svc.graph_cache import GraphCache, GraphShape
 from executor_svc.load_progress import Progress
+from executor_svc.memory_errors import lacks_memory
 from executor_svc.streams import Device, DeviceMemory, Stream
 
 log = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ class WarmUp:
         device.enqueue(Stream.COMPUTE, work)
         device.synchronize()
         failure = device.failure
-        if isinstance(failure, torch.OutOfMemoryError):
+        if failure is not None and lacks_memory(failure):
             raise ConfigError(
                 f"there is no memory for {what}: lower max_tokens_per_step ({self.max_tokens}), max_num_seqs "
                 f"({self.max_num_seqs}) or the cache, or free memory: {failure}",

@@ -29,6 +29,8 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
     on_cuda.close()
 
 
+# torch says once that its watch for synchronisation is a prototype, and here a warning is an error.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_steady_steps_replay_graphs_and_never_wait_for_the_device() -> None:
     runner = tiny_runner(numerics="fast", device=make_device("cuda"), buckets=(1, 2, 4, 8))
     steps = started(runner)

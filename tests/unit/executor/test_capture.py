@@ -128,6 +128,27 @@ def test_a_capture_that_fails_is_ended(cuda: FakeCuda) -> None:
     assert cuda.ended == 1
 
 
+def test_what_broke_a_capture_is_told_not_that_it_was_broken(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an operation that no graph may hold, torch's capture_end fails too."""
+    plain = cuda.make_graph()
+
+    def capture_end() -> None:
+        cuda.ended += 1
+        raise torch.AcceleratorError("operation failed due to a previous error during capture")
+
+    broken = SimpleNamespace(capture_begin=plain.capture_begin, capture_end=capture_end, replay=plain.replay)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: broken)
+
+    def body(shape: GraphShape) -> tuple[torch.Tensor, ...]:
+        if cuda.began:
+            raise torch.AcceleratorError("operation not permitted when stream is capturing")
+        return ()
+
+    with pytest.raises(torch.AcceleratorError, match="not permitted"):
+        GraphCache((2,), (16,)).capture((2,), body, CUDA, [Variant.GREEDY], lambda *told: None)
+    assert cuda.ended == 1
+
+
 Told = list[tuple[str, int, int, str]]
 
 
@@ -193,4 +214,19 @@ def test_a_step_there_is_no_memory_for_is_a_clear_error(
     made = PaddingStep(), GraphCache((2,), (64,))
     with pytest.raises(ConfigError, match=r"the largest step: lower max_tokens_per_step \(32\).*3 GiB") as error:
         warm_up_and_told[0].measure(lambda: made, cuda)  # type: ignore[arg-type, return-value]
+    assert error.value.field == "max_tokens_per_step"
+
+
+def test_a_graph_there_is_no_memory_for_at_its_first_replay_is_a_clear_error(
+    cuda: FakeCuda, warm_up_and_told: tuple[WarmUp, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = cuda.make_graph()
+
+    def replay() -> None:  # the driver's answer, which torch tells apart from its own allocator's
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    hungry = SimpleNamespace(capture_begin=plain.capture_begin, capture_end=plain.capture_end, replay=replay)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: hungry)
+    with pytest.raises(ConfigError, match=r"no memory for every graph: lower .*CUDA error: out of memory") as error:
+        warm_up_and_told[0].run(PaddingStep(), GraphCache((2,), (64,)), None)  # type: ignore[arg-type]
     assert error.value.field == "max_tokens_per_step"

@@ -57,6 +57,10 @@ def brittle() -> Iterator[tuple[Runner, Brittle]]:
         (torch.OutOfMemoryError("no memory"), PlanErrorCode.OUT_OF_MEMORY),
         (MemoryError(), PlanErrorCode.OUT_OF_MEMORY),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), PlanErrorCode.OUT_OF_MEMORY),
+        (torch.AcceleratorError("CUDA error: out of memory"), PlanErrorCode.OUT_OF_MEMORY),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), PlanErrorCode.DEVICE_FAILED),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), PlanErrorCode.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it"), PlanErrorCode.OUT_OF_MEMORY),
     ],
 )
 def test_a_failed_step_ends_the_epoch_and_the_next_begins_empty(
