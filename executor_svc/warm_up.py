@@ -92,7 +92,8 @@ class WarmUp:
         has_memory = self.device.memory is not None
 
         def work() -> None:
-            for rows in sorted({1, min(8, self.max_num_seqs), self.max_num_seqs}, reverse=True):
+            # Two: one that decodes beside a chunk, whose keys are split whatever the model.
+            for rows in sorted({min(count, self.max_num_seqs) for count in (1, 2, 8, self.max_num_seqs)}, reverse=True):
                 for full in (False, True) if has_memory else (False,):
                     step.run_padding(rows, full=full)
                     if has_memory:  # where kernels are compiled when they are first used, each for every way to call it

@@ -43,10 +43,14 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     num_tokens, width = x.shape
     out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(width)
+    warps = 4 if block <= 2048 else 8
+    # An element for each thread at least. What several threads hold, one stores, and nothing makes it wait until the
+    # others have read the residual in the same place.
+    block = max(block, 32 * warps)
     if num_tokens:
         norm_kernel[(num_tokens,)](
             x, x if residual is None else residual, weight, out, x.stride(0), eps,
-            WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=4 if block <= 2048 else 8,
+            WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=warps,
             **early_options(),
         )  # fmt: skip
     return out

@@ -63,6 +63,7 @@ INSTRUCTIONS = {
     "cp.async of 16": r"cp\.async\.\w+\.shared\.global.*, 0x10,",
     "load of 16": r"ld\.global[\w.:]*\.v(4\.(b|u)32|2\.(b|u)64)",
 }
+_PLACE = re.compile(r"(@!?%p\d+ )?\t?(ld|st)\.global[^\[]*\[ *(%rd\d+ \+ \d+) *\]")
 _TOUCHES_MEMORY = re.compile(r"\b(ld|st|atom|red)\.global|cp\.async\.\w+\.shared\.global")
 
 compiled: list[dict[str, Any]] = []
@@ -99,6 +100,7 @@ def compile_instead(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, 
             "target": next(line for line in kernel.asm["ptx"].splitlines() if line.startswith(".target")),
             "flags": {name: value for name, value in constants.items() if isinstance(value, bool)},
             "early": _early(kernel.asm["ptx"]),
+            "read by others": _is_read_by_others(kernel.asm["ptx"]),
             "instructions": [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, kernel.asm["ptx"])],
             **_resources(kernel.asm["cubin"]),
         }
@@ -111,6 +113,15 @@ def _early(ptx: str) -> str:
     if wait < 0:
         return "no"
     return "late" if touch is not None and touch.start() < wait else "prefetches" if "prefetch" in ptx[:wait] else "yes"
+
+
+def _is_read_by_others(ptx: str) -> bool:
+    """Whether something is written in place that more threads read than the one that writes it."""
+    readers: dict[str, set[str]] = {}
+    writers: dict[str, set[str]] = {}
+    for condition, way, place in _PLACE.findall(ptx):
+        (readers if way == "ld" else writers).setdefault(place, set()).add(condition)
+    return any(readers[place] != writers[place] for place in readers.keys() & writers.keys())
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -161,6 +172,14 @@ def between_products(dim: int, hidden: int, *, has_norms: bool) -> None:
     norms = (weight[:dim], weight[:dim]) if has_norms else None
     rotate_and_write(qkv, tokens, table, tokens, cache, cache, 48, norms=norms, eps=1e-5)
     write_kv(qkv[:, 32:40], qkv[:, 40:], tokens, cache, cache, 48)
+
+
+def norms() -> None:
+    """Of a model narrower than a program has threads, and of one that fills no power of two."""
+    for hidden in (32, 576):
+        for dtype in (torch.bfloat16, torch.float32):
+            x, weight = torch.empty(4, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
+            add_rms_norm(x, x.clone(), weight, 1e-5)
 
 
 def write_exact(dim: int) -> None:
@@ -247,6 +266,7 @@ CASES: dict[str, Callable[[], None]] = {
     "write, exact": lambda: write_exact(128),
     "between products, l1b": lambda: between_products(64, 2048, has_norms=False),
     "between products, l8b": lambda: between_products(128, 4096, has_norms=True),
+    "norms in place": norms,
     "sampling, greedy": lambda: sampling(1, is_full=False),
     "sampling, full": lambda: sampling(64, is_full=True),
     **{f"skinny, {c}": lambda c=c: skinny(2048, 8192, c) for c in candidates_for(1)},  # type: ignore[misc]

@@ -76,6 +76,12 @@ def test_every_kernel_compiles_with_each_of_its_flags_on_and_off(compiled: dict[
     assert ways == {(full, full, has_out) for full in (True, False) for has_out in (True, False)}
 
 
+def test_what_is_written_in_place_no_other_thread_reads(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    """Nothing orders the threads of a program there."""
+    kernels = [k for told in compiled.values() for k in told if k["kernel"] == "norm_kernel"]
+    assert len(compiled["norms in place"]) == 4 and not any(kernel["read by others"] for kernel in kernels), kernels
+
+
 # Few rows leave the wide unit of a warp group mostly idle: a row that decodes takes a warp's.
 @pytest.mark.parametrize(
     ("name", "units"),

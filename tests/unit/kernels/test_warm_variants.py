@@ -15,10 +15,12 @@ from triton.runtime.interpreter import InterpretedFunction
 from common.messages import u32
 from executor_svc.build import build_runner
 from executor_svc.cpu_device import CpuDevice
+from executor_svc.kernels import decode_attention
 from executor_svc.triton_ops import TritonOps
-from tests.contract.executors import tiny_model
+from tests.contract.executors import tiny_config, tiny_model
 from tests.contract.plans import GREEDY, admit, prefill, started
 from tests.interpreter import DEVICE
+from tests.random_model import random_decoder
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="it is the interpreter that is watched")
 
@@ -99,3 +101,25 @@ def test_steps_launch_nothing_that_the_warm_up_did_not(launched: set[Variant]) -
     assert {variant[0] for variant in launched} > {"decode_kernel", "prefill_kernel", "commit_kernel", "draw_kernel"}
     missed = sorted(map(repr, launched - warm))
     assert not missed, "\n".join(missed)
+
+
+def test_few_rows_split_their_keys_beside_a_chunk(launched: set[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many key/value heads one row or two do so and three do not, as if there were so many."""
+    monkeypatch.setattr(decode_attention, "_PROGRAMS", 8)
+    ops = TritonOps()
+    model = random_decoder(replace(tiny_config(num_layers=1), max_positions=512), ops, scale=0.3)
+    runner = build_runner(
+        model, ops=ops, device=OwnMemory(threads=1), block_size=4, num_blocks=12, max_num_seqs=4,
+        max_tokens_per_step=20, buckets=(), attention_backend="triton",
+    )  # fmt: skip
+    warm = set(launched)
+    launched.clear()
+    steps = started(runner)
+    new = [admit(row, [4], [3 * row]) for row in range(3)] + [admit(3, list(range(4, 12)), [9, 10, 11])]
+    steps.run(admit=tuple(new), **prefill((0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)))
+    for start, decoding in enumerate((1, 3), 1):
+        steps.run(decode_rows=u32(range(decoding)), **prefill((3, start, 1)))
+    runner.close()
+    split = {dict(variant[1:-1])["IS_SPLIT"] for variant in launched if variant[0] == "decode_kernel"}
+    missed = sorted(map(repr, launched - warm))
+    assert split == {True, False} and not missed, "\n".join(missed)
