@@ -34,8 +34,9 @@ class CudaMemory:
 class CudaDevice:
     """One CUDA device. Enqueued work runs at once and launches its kernels on the stream."""
 
-    # elapsed_time is a float32 of milliseconds: the base moves along so that it keeps its microseconds.
-    _REBASE_MS: Final = 5_000.0
+    # The base moves along: elapsed_time is a float32 of milliseconds, and the device's clock is its own, which may gain
+    # or lose a tenth of a millisecond in a second (10 to 100 ppm: meta-pytorch/torchcomms, pull requests 2422, 2424).
+    _REBASE_MS: Final = 1_000.0
 
     def __init__(self, index: int = 0, *, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -55,6 +56,7 @@ class CudaDevice:
         self._base.record(self._streams[Stream.COMPUTE])
         self._base.synchronize()
         self._base_ns = self._clock.monotonic_ns()
+        self._least_lag_ns: int | None = None  # since the base moved; None: nothing seen
 
     @property
     def torch_device(self) -> torch.device:
@@ -114,6 +116,8 @@ class CudaDevice:
             assert isinstance(event, CudaEvent)
             try:
                 event.event.synchronize()
+                if fence is Fence.RESULT_READY:
+                    self._follow_clock(event.event, self._clock.monotonic_ns())
             except RuntimeError as error:
                 self._failure = self._failure or error
                 return False
@@ -125,10 +129,26 @@ class CudaDevice:
                 elapsed_ms = self._base.elapsed_time(event)
             except RuntimeError:  # the device failed; its times mean nothing
                 return 0
+            return self._base_ns + int(elapsed_ms * 1e6)
+
+    def _follow_clock(self, event: torch.cuda.Event, now_ns: int) -> None:
+        """`event` was met by `now_ns`, and some are noticed at once: by how much the quickest seems late, the device's
+        clock is behind. One that seems to be yet to come shows how far it is ahead."""
+        with self._lock:
+            try:
+                elapsed_ms = self._base.elapsed_time(event)
+            except RuntimeError:  # the device failed since; what came before the event stands
+                return
             time_ns = self._base_ns + int(elapsed_ms * 1e6)
+            least_ns = now_ns - time_ns
+            # What was seen before a pause says nothing of the clock behind it.
+            if self._least_lag_ns is not None and elapsed_ms < 2 * self._REBASE_MS:
+                least_ns = min(least_ns, self._least_lag_ns)
+            if least_ns < 0:
+                self._base_ns, time_ns, least_ns = self._base_ns + least_ns, time_ns + least_ns, 0
+            self._least_lag_ns = least_ns
             if elapsed_ms > self._REBASE_MS:
-                self._base, self._base_ns = event, time_ns
-            return time_ns
+                self._base, self._base_ns, self._least_lag_ns = event, time_ns + least_ns, None
 
     def synchronize(self) -> None:
         try:

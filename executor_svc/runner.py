@@ -103,7 +103,7 @@ class Runner:
         self._lock = threading.Lock()
         self._dirty: set[int] = set()
         self._pending: deque[LaunchedStep] = deque()
-        self._last_device_end_ns = 0  # the waiter's
+        self._last_device_end: Event | None = None  # the waiter's
 
     @property
     def info(self) -> ExecutorInfo:
@@ -302,9 +302,11 @@ class Runner:
 
         has_work = step.inputs is not None
         start, end = at(step.device_start), at(step.device_end)
-        idle = max(0, start - self._last_device_end_ns) if has_work and self._last_device_end_ns else 0
+        # Asked anew: between two steps the device may have set its clock.
+        last_end = at(self._last_device_end)
+        idle = max(0, start - last_end) if has_work and last_end else 0
         if has_work:
-            self._last_device_end_ns = end
+            self._last_device_end = step.device_end
         return replace(
             step.timings,
             copy_in_start_ns=at(step.copy_in_start),
