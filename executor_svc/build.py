@@ -52,6 +52,8 @@ def make_ops(numerics: str, device: torch.device | None = None) -> FastOps | Exa
     if numerics not in ("fast", "exact"):
         raise ConfigError(f"numerics is fast or exact, not {numerics!r}", field="numerics")
     if numerics == "exact":
+        # Some images (NVIDIA's of torch, by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE) have products of float32 rounded to TF32.
+        torch.set_float32_matmul_precision("highest")
         return ExactOps()
     if device is not None and device.type == "cuda":
         reason = why_no_triton()

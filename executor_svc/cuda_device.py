@@ -115,6 +115,9 @@ class CudaDevice:
         if event is not None:
             assert isinstance(event, CudaEvent)
             try:
+                if self._device.index:
+                    # A thread begins on device 0, where waiting would make a context, of half a gigabyte.
+                    torch.cuda.set_device(self._device)
                 event.event.synchronize()
                 if fence is Fence.RESULT_READY:
                     self._follow_clock(event.event, self._clock.monotonic_ns())

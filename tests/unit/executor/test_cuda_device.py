@@ -1,5 +1,6 @@
 """CudaDevice, with a stand-in for CUDA whose clock goes its own way."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,14 +38,18 @@ class Gpu:
         return event
 
 
-@pytest.fixture(params=[100, 0, -100])
-def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, ManualClock]:
-    clock = ManualClock()
+def stand_in(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace())
-    monkeypatch.setattr(torch.cuda, "Event", Gpu(clock, request.param).make_event)
+    monkeypatch.setattr(torch.cuda, "Event", gpu.make_event)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
+
+
+@pytest.fixture(params=[100, 0, -100])
+def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, ManualClock]:
+    clock = ManualClock()
+    stand_in(monkeypatch, Gpu(clock, request.param))
     return CudaDevice(clock=clock), clock
 
 
@@ -87,9 +92,27 @@ def test_a_device_that_failed_has_no_times(made: tuple[CudaDevice, ManualClock])
 
     event = device.record(Stream.COPY_OUT)
     assert isinstance(event, CudaEvent)
-    stand_in: Any = event.event
+    inner: Any = event.event
     device._base.elapsed_time = fail  # type: ignore[method-assign, assignment]
     assert device.host_fence(Fence.RESULT_READY, event), "it failed only after this event"
-    stand_in.synchronize = fail
+    inner.synchronize = fail
     assert not device.host_fence(Fence.RESULT_READY, event)
     assert isinstance(device.failure, torch.AcceleratorError) and event.time_ns() == 0
+
+
+def test_the_thread_that_waits_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would begin to use the first one."""
+    clock = ManualClock()
+    stand_in(monkeypatch, Gpu(clock, 0))
+    own = threading.local()
+    seen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(own, "device", device))
+    device = CudaDevice(1, clock=clock)
+    event = device.record(Stream.COPY_OUT)
+    assert isinstance(event, CudaEvent)
+    inner: Any = event.event
+    inner.synchronize = lambda: seen.append(own.device)
+    waiter = threading.Thread(target=device.host_fence, args=(Fence.RESULT_READY, event))
+    waiter.start()
+    waiter.join(20.0)
+    assert seen == [torch.device("cuda", 1)]

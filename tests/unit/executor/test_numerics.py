@@ -123,3 +123,12 @@ def test_cpu_flags_are_read_where_there_are_any(tmp_path: Path) -> None:
     path.write_text("processor: 0\nflags\t\t: fpu avx2 avx512f\n")
     assert read_cpu_flags(path) == {"fpu", "avx2", "avx512f"}
     assert read_cpu_flags(tmp_path / "none") == frozenset()
+
+
+def test_exact_products_of_float32_are_whole_whatever_the_environment_says() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        make_ops("exact")
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision("highest")

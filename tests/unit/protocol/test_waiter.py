@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from common.messages import Hello, StepPlan, StepResult, u32
 from executor_svc.cpu_device import CpuDevice
 from executor_svc.cuda_device import CudaDevice, CudaEvent
@@ -61,6 +63,7 @@ class EventDevice(CpuDevice):
         super().__init__(threads=1)
         self._native: NativeWait | None = native
         self._cuda = CudaDevice.__new__(CudaDevice)  # for its wait alone: there is no CUDA
+        self._cuda._device = torch.device("cuda", 0)
         self.num_waits = 0
 
     def host_fence(self, fence: Fence, event: Event | None) -> bool:
