@@ -100,6 +100,7 @@ def compile_instead(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, 
             "target": next(line for line in kernel.asm["ptx"].splitlines() if line.startswith(".target")),
             "flags": {name: value for name, value in constants.items() if isinstance(value, bool)},
             "early": _early(kernel.asm["ptx"]),
+            "sums": _sums(kernel.asm["ttgir"]),
             "read by others": _is_read_by_others(kernel.asm["ptx"]),
             "instructions": [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, kernel.asm["ptx"])],
             **_resources(kernel.asm["cubin"]),
@@ -113,6 +114,13 @@ def _early(ptx: str) -> str:
     if wait < 0:
         return "no"
     return "late" if touch is not None and touch.start() < wait else "prefetches" if "prefetch" in ptx[:wait] else "yes"
+
+
+def _sums(ttgir: str) -> list[str]:
+    """Products and reductions in their order, each with how its elements lie in the threads."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", ttgir, re.MULTILINE))
+    types = re.findall(r"(?:tt\.dot [^:]*|^ *\}\)) : (.*?)(?: loc\(.*)?$", ttgir, re.MULTILINE)
+    return [re.sub(r"#\w+(?=[,}>])", lambda name: layouts.get(name[0], name[0]), told) for told in types]
 
 
 def _is_read_by_others(ptx: str) -> bool:

@@ -82,6 +82,14 @@ def test_what_is_written_in_place_no_other_thread_reads(compiled: dict[str, list
     assert len(compiled["norms in place"]) == 4 and not any(kernel["read by others"] for kernel in kernels), kernels
 
 
+@pytest.mark.parametrize("kind", ["exact", "exact, window"])
+def test_a_row_is_summed_alike_decoding_and_in_a_chunk(compiled: dict[str, list[dict[str, Any]]], kind: str) -> None:
+    """In exact numerics its bits are the same: the compiler must have laid both kernels' tiles out the same way."""
+    decode, prefill = (compiled[f"{kernel}, {kind}"][0] for kernel in ("decode", "prefill"))
+    assert decode["warps"] == prefill["warps"]
+    assert len(decode["sums"]) == 4 and decode["sums"] == prefill["sums"], (decode["sums"], prefill["sums"])
+
+
 # Few rows leave the wide unit of a warp group mostly idle: a row that decodes takes a warp's.
 @pytest.mark.parametrize(
     ("name", "units"),
