@@ -176,6 +176,46 @@ def test_exact_decode_bits_do_not_depend_on_the_batch() -> None:
             assert torch.equal(out, together[row])
 
 
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("exact", "cpu"),
+        # torch's softmax on CUDA sums up to 2048 numbers in another order than more.
+        pytest.param("exact", "cuda", marks=ON_CUDA),
+        pytest.param("triton", "cuda", marks=ON_CUDA),
+    ],
+)
+def test_exact_bits_do_not_depend_on_how_long_the_company_is(name: str, where: str) -> None:
+    device, size, heads, kv_heads = torch.device(where), 64, 4, 2
+    ops = make_ops("exact", device)
+    assert isinstance(ops, ExactOps)
+    ops.settle({(8, DIM)}, device)
+    shape = KvShape(1, kv_heads, DIM, size, torch.float32)
+    backend = make_backend(name, AttentionShape(heads, kv_heads, DIM, (0,)), shape, ops, device)
+    cache = KvCache(shape, 80, lambda size, dtype: torch.zeros(size, dtype=dtype, device=device))
+    generator = torch.Generator().manual_seed(0)
+    cache.data[:, :, :80] = torch.randn(cache.data[:, :, :80].shape, generator=generator).to(device)
+    # A row of 1000 tokens and one of 4096, each about to attend for its last token.
+    tables = torch.full((3, 64), cache.null_block, dtype=torch.int32)
+    tables[0, :16], tables[1] = torch.arange(16), torch.arange(16, 80)
+    lengths = torch.tensor([1000, 4096, 1])
+    slots = (tables[torch.arange(2), (lengths[:2] - 1) // size] * size + (lengths[:2] - 1) % size).to(torch.int64)
+    row_tables = RowTables(tables.to(device), lengths.to(device), size)
+    q, k, v = (torch.randn(2, n, DIM, generator=generator).to(device) for n in (heads, kv_heads, kv_heads))
+
+    def attend(count: int) -> torch.Tensor:
+        rows = torch.arange(count, device=device)
+        decode = DecodePart(None, rows, int(lengths[:count].max()))
+        step = backend.begin(cache, StepLayout(slots[:count].to(device), row_tables, decode, (), None))
+        return step(0, q[:count], k[:count], v[:count])
+
+    with torch.inference_mode():
+        assert torch.equal(attend(2)[0], attend(1)[0])
+
+
 def test_backends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executor_svc.attention.registry.why_no_triton", lambda: "")  # as where a compiler is
     shape, cpu = AttentionShape(4, 2, DIM, (0,)), torch.device("cpu")
