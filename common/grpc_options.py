@@ -4,7 +4,13 @@ gRPC ignores an option whose key it does not know, so a misspelt key fails silen
 "Too many pings"); tests/unit/common checks these against a real server with a pinging client.
 """
 
+import os
 from typing import Final
+
+# Before gRPC is first used. By default it prepares for fork(): in a child that only wants to start another program (an
+# api worker, through uvloop) those preparations abort now and then while other threads are inside gRPC; see
+# github.com/grpc/grpc/issues/43055. Nothing here uses gRPC in a forked child.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 Option = tuple[str, int | str]
 

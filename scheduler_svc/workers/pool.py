@@ -21,8 +21,8 @@ from scheduler_svc.workers.control import Setup
 from scheduler_svc.workers.frames import signatures
 from scheduler_svc.workers.remote import RemoteWorker
 
-# A worker that served this long starts again without a growing pause.
-STABLE_S: Final = 60.0
+# A worker that lived this long starts again without a growing pause: without it a part of the API is gone, or all.
+STABLE_S: Final = 10.0
 # Until it serves: it loads a tokenizer.
 START_S: Final = 120.0
 # In one place, before any process served there.
@@ -40,7 +40,7 @@ class PoolOptions:
 
     command: Sequence[str]
     first_pause_s: float = 0.5
-    max_pause_s: float = 30.0
+    max_pause_s: float = 5.0
 
 
 class WorkerPool:

@@ -207,6 +207,7 @@ def test_a_killed_worker_takes_only_its_own_streams_with_it(tmp_path: Path) -> N
             await again_ready(one)
             assert await rest(call(one, "victim-0", 12)) == oracle(prompts(1)[0], seeded(1, 12))
             assert {p.pid for p in served.workers()} - killed
+            assert "fork()" not in served.child.log, "gRPC's handlers run in the child that becomes a worker"
             answer = await stats(one)
             assert (answer.requests_aborted, answer.requests_failed) == (4, 0)
 
