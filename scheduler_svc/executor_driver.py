@@ -220,6 +220,7 @@ class ExecutorDriver:
         # The stream writes the plan in this turn of the loop; a worker that wakes would compete for the CPU.
         await asyncio.sleep(0)
         self.deliver_held()
+        self._core.look_ahead(self.executor_id)
         record = outcome.record
         self._observer.on_result(record, result, received_ns, updated_ns, self._estimate.offset_ns)
         if self._host.watched:

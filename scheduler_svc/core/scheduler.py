@@ -33,6 +33,8 @@ from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.messages import FinishReason, Stats, Submit
 from scheduler_svc.observer import StepRecord
 
+_ADMITTED_NEXT = 8  # a step seldom admits more while more wait than run
+
 
 class Scheduler:
     """Holds every accepted request until it ends: all that is needed to rebuild its sequence on any executor."""
@@ -296,6 +298,14 @@ class Scheduler:
         if not executor.up or len(executor.flights) >= executor.pipeline.now:
             return None
         return self._planner.plan(executor, now_ns, trace_context)
+
+    def look_ahead(self, executor_id: int) -> None:
+        """Once a plan is sent: hashes the prompts that the next ones will admit. Nobody needs to call it; it only takes
+        that work off the way from a result to the next plan."""
+        executor = self._executors[executor_id]
+        if executor.up and executor.pool.cache is not None and len(self._queue) >= executor.max_num_seqs:
+            for sequence in self._queue.ahead(_ADMITTED_NEXT):
+                executor.hashes(sequence, sequence.length // executor.block_size)
 
     def update(self, executor_id: int, result: StepResult, now_ns: int) -> StepOutcome:
         """Books the result of the oldest step in flight.

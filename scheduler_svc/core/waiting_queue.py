@@ -2,6 +2,7 @@
 
 import heapq
 from collections import deque
+from itertools import islice
 
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.sequence import Sequence, SequenceState
@@ -28,6 +29,10 @@ class Lane:
     def num_entries(self) -> int:
         """With those that were removed."""
         return len(self._line) + len(self._heap)
+
+    def ahead(self, count: int) -> list[Sequence]:
+        """Of the line's first `count` entries those that wait."""
+        return [entry[2] for entry in islice(self._line, count) if not _is_stale(entry)]
 
     def push(self, rank: int, sequence: Sequence) -> None:
         entry, line = (rank, sequence.ticket, sequence), self._line
@@ -83,6 +88,10 @@ class Lanes:
             if len(self._order) > _MIN_STALE and len(self._lanes) * 2 < len(self._order):
                 self._order = [entry for entry in self._order if len(entry[3])]
                 heapq.heapify(self._order)
+
+    def ahead(self, lane_id: int, count: int) -> list[Sequence]:
+        lane = self._lanes.get(lane_id)
+        return [] if lane is None else lane.ahead(count)
 
     def first(self) -> tuple[float, Sequence] | None:
         """(turn, sequence) of the first of all."""
@@ -157,6 +166,11 @@ class WaitingQueue:
             found = usual or long
             return found[1] if found else None
         return min((usual, long), key=lambda entry: (entry[0], entry[1].rank, entry[1].ticket))[1]
+
+    def ahead(self, count: int) -> list[Sequence]:
+        """A few of those whose turn comes next, at most `count`: a guess, for work that may be done early."""
+        first = self.peek()
+        return [] if first is None else self._side(first).ahead(self._policy.lane(first.tenant), count)
 
     def remove(self, sequence: Sequence) -> None:
         if not sequence.ticket:
