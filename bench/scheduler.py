@@ -5,9 +5,10 @@
     python -m bench.scheduler --vllm ENV/bin/python --steps 1000       beside the schedulers of vLLM 0.32, in turns
 
 The real core and the real wire codec, called as the executor driver calls them, with a heap in huge pages where the
-service has one, and a modelled executor whose work is outside the measured time, as is what the core does between two
-steps: prompts are hashed when they come or, where many wait, once a plan is sent (`look_ahead`). All rows of a case are admitted in one
-step, with prompts of one length but where said otherwise, so that all cross their block boundaries together. Cases:
+service has one, and a modelled executor whose work is outside the measured time. So is what the core does between two
+steps: prompts are hashed when they come, and once a plan is sent `look_ahead` does early what the next one will need.
+All rows of a case are admitted in one step, with prompts of one length but where said otherwise, so that all cross
+their block boundaries together. Cases:
 
     steady    nobody comes or goes
     spread    the same with prompts of 16 lengths: in every step one row in 16 needs a block
@@ -69,10 +70,11 @@ UNCOUNTED = 3  # first steps of a turn after another process had the caches
 
 @dataclass
 class Samples:
-    """One entry per measured step; `parts_ns` by PARTS."""
+    """One entry per measured step; `parts_ns` by PARTS. ahead_ns: of `look_ahead`, in no sum."""
 
     parts_ns: list[tuple[int, int, int, int]] = field(default_factory=list)
     cpu_ns: list[int] = field(default_factory=list)
+    ahead_ns: list[int] = field(default_factory=list)
     plan_bytes: list[int] = field(default_factory=list)
 
 
@@ -150,7 +152,9 @@ class Case:
         self.samples.cpu_ns.append(cpu)
         self.samples.plan_bytes.append(len(plan))
         self._answer(plan)
+        start = perf_counter_ns()
         core.look_ahead(0)
+        self.samples.ahead_ns.append(perf_counter_ns() - start)
         for _ in outcome.endings:
             self._submit()
 
@@ -170,10 +174,12 @@ def percentiles(values: NDArray[np.int64], scale: float = 1e-3) -> tuple[float, 
 
 
 def summarise(samples: Samples) -> dict[str, object]:
-    """Times in µs. `p50_us` and `p99_us` are of the sum of all parts, wall clock; `cpu_*` of the thread's CPU time."""
+    """Times in µs. `p50_us` and `p99_us` are of the sum of all parts, wall clock; `cpu_*` of the thread's CPU time.
+    `look_ahead` comes between two steps and is no part."""
     parts = np.array(samples.parts_ns)
     p50, p99 = percentiles(parts.sum(axis=1))
     cpu50, cpu99 = percentiles(np.array(samples.cpu_ns))
+    ahead50, ahead99 = percentiles(np.array(samples.ahead_ns))
     bytes50, bytes99 = percentiles(np.array(samples.plan_bytes), 1)
     by_part = {part: percentiles(parts[:, i]) for i, part in enumerate(PARTS)}
     return {
@@ -183,6 +189,7 @@ def summarise(samples: Samples) -> dict[str, object]:
         "cpu_p99_us": cpu99,
         "min_us": round(float(parts.sum(axis=1).min()) / 1e3, 1),
         "parts": {part: {"p50_us": a, "p99_us": b} for part, (a, b) in by_part.items()},
+        "look_ahead": {"p50_us": ahead50, "p99_us": ahead99},
         "plan_bytes": {"p50": bytes50, "p99": bytes99, "max": max(samples.plan_bytes)},
         "steps": len(samples.parts_ns),
     }
@@ -227,10 +234,14 @@ def measure_beside(
 
 def show(num_rows: int, queued: int, found: dict[str, dict[str, object]]) -> None:
     print(f"\n{num_rows} decoding rows, µs as p50 / p99")
-    print(f"{'':8}{'sum':>16}{'thread CPU':>16}" + "".join(f"{part:>16}" for part in PARTS) + f"{'plan bytes':>16}")
+    print(
+        f"{'':8}{'sum':>16}{'thread CPU':>16}"
+        + "".join(f"{part:>16}" for part in (*PARTS, "(look ahead)", "plan bytes"))
+    )
     for name, r in found.items():
         cells = [f"{r['p50_us']} / {r['p99_us']}", f"{r['cpu_p50_us']} / {r['cpu_p99_us']}"]
-        cells += [f"{p['p50_us']} / {p['p99_us']}" for p in r["parts"].values()]  # type: ignore[attr-defined]
+        times = [*r["parts"].values(), r["look_ahead"]]  # type: ignore[attr-defined]
+        cells += [f"{p['p50_us']} / {p['p99_us']}" for p in times]
         size = r["plan_bytes"]
         cells.append(f"{size['p50']:.0f} / {size['p99']:.0f}")  # type: ignore[index]
         print(f"{name:8}" + "".join(f"{cell:>16}" for cell in cells))

@@ -20,27 +20,20 @@ if TYPE_CHECKING:
 class StepRecord:
     """The core's own record of a planned step: how results are attributed, and what the step was made of.
 
-    sampled_keys: uint64, request keys of the rows that sample, ascending by row. prefill_keys: in the order of
-    plan.prefill_rows. Counts are as of planning time.
+    decode_keys, prefill_keys: uint64, request keys in the order of plan.decode_rows and plan.prefill_rows. Counts are
+    as of planning time.
     """
 
     executor_id: int
     plan: StepPlan
     planned_ns: int
-    sampled_keys: NDArray[np.uint64]
+    decode_keys: NDArray[np.uint64]
     prefill_keys: NDArray[np.uint64]
     decode_tokens: int
     prefill_tokens: int
     running: int
     waiting: int
     free_blocks: int
-
-    @property
-    def decode_keys(self) -> NDArray[np.uint64]:
-        """In the order of plan.decode_rows. No row decodes in a step in which it prefills."""
-        if not len(self.prefill_keys):
-            return self.sampled_keys
-        return self.sampled_keys[~np.isin(self.sampled_keys, self.prefill_keys)]
 
 
 class StepObserver(Protocol):

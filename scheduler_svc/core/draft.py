@@ -99,12 +99,11 @@ class Draft:
         if self.prefills:
             prefill_keys = executor.rows.keys.take(prefill_rows)
             prefill_keys.setflags(write=False)
-        sampled = decode.joined_by(self.sampling_prefills)
         record = StepRecord(
             executor_id=executor.id,
             plan=plan,
             planned_ns=now_ns,
-            sampled_keys=sampled.keys,
+            decode_keys=decode.keys,
             prefill_keys=prefill_keys,
             decode_tokens=num_decodes,
             prefill_tokens=prefill_tokens,
@@ -112,9 +111,8 @@ class Draft:
             waiting=waiting,
             free_blocks=executor.pool.available,
         )
-        executor.flights.append(Flight(self.step_id, record, sampled, self.prefills, self.has_last_token))
-        if self.sampling_prefills and not self.has_last_token:
-            executor.keep_decoding(sampled)
+        flight = Flight(self.step_id, record, decode, self.sampling_prefills, self.prefills, self.has_last_token)
+        executor.flights.append(flight)
         executor.releases = []
         executor.next_step += 1
         return record

@@ -2,10 +2,10 @@
 
 import heapq
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
-from common.frozen import step_message
 from common.messages import U32, ExecutorInfo, Welcome, u32
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import CoreConfig
@@ -21,16 +21,26 @@ from scheduler_svc.messages import FinishReason
 from scheduler_svc.observer import StepRecord
 
 
-@step_message
+@dataclass(slots=True, eq=False)
 class Flight:
-    """A planned step whose result is not there. sampled: rows that will sample. prefills: (row, start, count), handed
-    over. has_last_token: for some of the sampled rows it is the last token their length allows."""
+    """A planned step whose result is not there. decode: the rows that decode; joining: those whose prefill ends with
+    it, so that they sample as well. prefills: (row, start, count). Both lists are handed over. has_last_token: for some
+    of the sampled rows it is the last token their length allows."""
 
     step_id: int
     record: StepRecord
-    sampled: RowSet
+    decode: RowSet
+    joining: list[int]
     prefills: list[tuple[int, int, int]]
     has_last_token: bool
+    _sampled: RowSet | None = None
+
+    @property
+    def sampled(self) -> RowSet:
+        """The rows that will sample. The plan does without."""
+        if self._sampled is None:
+            self._sampled = self.decode.joined_by(self.joining)
+        return self._sampled
 
 
 def context_limit(info: ExecutorInfo) -> int:
@@ -241,11 +251,12 @@ class ExecutorState:
         self._decoding = None
         return high == final
 
-    def keep_decoding(self, sampled: RowSet) -> None:
-        """`sampled` are the rows of a step none of which plans its last token: if they are all with tokens left, they
-        decode in the next step too."""
-        if self._decoding is None and len(sampled) == np.count_nonzero(self.rows.left):
-            self._decoding, self.quiet_steps = sampled, 0
+    def prepare(self) -> None:
+        """Finds early which rows sample in the newest step in flight and which decode in the next one."""
+        if self.flights:
+            sampled = self.flights[-1].sampled
+            _ = sampled.batch(), sampled.keys
+        _ = self.decoding().keys
 
     def vacate(self, row: int, keep: bool) -> Sequence | None:
         """Gives a row up. `keep`: tokens still in flight count, and the sequence is returned here or by `settle` once

@@ -300,10 +300,14 @@ class Scheduler:
         return self._planner.plan(executor, now_ns, trace_context)
 
     def look_ahead(self, executor_id: int) -> None:
-        """Once a plan is sent: hashes the prompts that the next ones will admit. Nobody needs to call it; it only takes
+        """Once a plan is sent, does early what the next result and the next plan will need: the set of rows to decode,
+        the columns of the newest step's tokens, the hashes of prompts to admit. Nobody needs to call it; it only takes
         that work off the way from a result to the next plan."""
         executor = self._executors[executor_id]
-        if executor.up and executor.pool.cache is not None and len(self._queue) >= executor.max_num_seqs:
+        if not executor.up:
+            return
+        executor.prepare()
+        if executor.pool.cache is not None and len(self._queue) >= executor.max_num_seqs:
             for sequence in self._queue.ahead(_ADMITTED_NEXT):
                 executor.hashes(sequence, sequence.length // executor.block_size)
 

@@ -79,6 +79,7 @@ class Sim:
         self.corrupt_reads = self.limbo_violations = 0
         self.stale: set[int] = set()  # blocks that hold what was computed before the last cache reset
         self.never_fewer = NeverFewer()
+        self.looks_ahead: Callable[[int], bool] = lambda step_id: step_id % 2 == 0  # nothing may depend on it
         self._counter = 0
         self.connect()
 
@@ -196,6 +197,9 @@ class Sim:
         """Plans and sends one step, if there is one. A plan refused untampered is an error of the core."""
         record = self.scheduler.schedule(self.executor_id, self.now_ns)
         self.check()
+        if record is not None and self.looks_ahead(record.plan.step_id):
+            self.scheduler.look_ahead(self.executor_id)
+            self.check()
         if record is not None:
             self.records.append(record)
             self._check_stale(record.plan)

@@ -162,6 +162,7 @@ def test_of_the_many_who_wait_the_next_are_hashed_between_two_steps() -> None:
     sim = Sim(info=toy_info(max_num_seqs=2))
     keys = [sim.submit([*PROMPT, i], 3) for i in range(20)]
     sequences = {sequence.key: sequence for sequence in sim.scheduler.live_sequences()}
+    sim.looks_ahead = lambda _: False
     sim.plan()
     sim.scheduler.look_ahead(0)
     assert [len(sequences[key].hashes) for key in keys] == [6] * 10 + [0] * 10, "two run, eight of the others are next"
@@ -177,13 +178,11 @@ def test_of_the_many_who_wait_the_next_are_hashed_between_two_steps() -> None:
 def test_looking_ahead_changes_no_plan(policy: str) -> None:
     def plans(looks: bool) -> list[tuple[int, ...]]:
         sim = Sim(CoreConfig(policy=policy), toy_info(max_num_seqs=3))
+        sim.looks_ahead = lambda _: looks
         for i in range(30):
             sim.submit([*PROMPT[: 7 + i % 9], i], 2 + i % 5, tenant="ab"[i % 2], priority=i % 3)
-        while sim.scheduler.num_live:
-            sim.fill()
-            if looks:
-                sim.scheduler.look_ahead(0)
-            sim.deliver()
+        sim.run()
+        sim.assert_tokens()
         return [(r.decode_tokens, r.prefill_tokens, *(a.computed_len for a in r.plan.admit)) for r in sim.records]
 
     assert plans(True) == plans(False)
