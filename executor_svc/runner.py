@@ -98,6 +98,7 @@ class Runner:
         self._epoch = 0
         self._next_step_id = 1
         self._ended = True  # set by both threads, only ever to True within an epoch
+        self._torn = False  # a plan went into the book, but not wholly to the device
         self._closed = False
         # Guards what both threads touch: `failed` and `freed_blocks` of rows, the set below, and the pending steps.
         self._lock = threading.Lock()
@@ -140,8 +141,9 @@ class Runner:
             # Nobody will wait for these, but what they say of blocks still counts.
             step.abandoned = True
             self._note_failures(step, step.slot.host_values[1, : step.batch.num_rows])
-        whole = self._device.failure is None
+        whole = self._device.failure is None and not self._torn
         self._device.recover()
+        self._torn = False
         if not whole:
             self._rings.forget()
         for row in np.flatnonzero(self._book.occupied).tolist():
@@ -168,7 +170,13 @@ class Runner:
                 self._ended = True
             raise
         self._next_step_id += 1
-        return self._launch(plan, received_ns, prepare_start_ns)
+        try:
+            return self._launch(plan, received_ns, prepare_start_ns)
+        except (RuntimeError, MemoryError) as error:  # for what the staging ring has no room for, say
+            self._ended = self._torn = True
+            if not lacks_memory(error):
+                raise
+            raise _refuse_failed(plan, error) from error
 
     def _check(self, plan: StepPlan) -> None:
         if self._closed or plan.epoch != self._epoch:

@@ -91,6 +91,40 @@ def test_a_failed_step_ends_the_epoch_and_the_next_begins_empty(
     assert [again.run(admit=(admit(0, PROMPT, [0, 1, 2]),), **prefill((0, 0, 6))), again.decode(0)] == want
 
 
+class Narrow(CpuDevice):
+    """Has no memory beside its rings while told so."""
+
+    is_full = False
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("nothing is free")
+        return super().scratch(num_bytes)
+
+
+def test_a_plan_there_is_no_memory_to_stage_ends_the_epoch_alone() -> None:
+    device = Narrow(threads=1)
+    runner = tiny_runner(numerics="fast", device=device)
+    for slot in runner._rings.staging.slots:
+        slot.capacity = 0  # every column takes memory of its own
+    steps = started(runner)
+    want = [steps.run(admit=(admit(0, PROMPT, [0, 1, 2]),), **prefill((0, 0, 6))), steps.decode(0)]
+    device.is_full = True
+    with pytest.raises(PlanRefused) as refusal:
+        steps.launch(admit=(admit(1, PROMPT, [3, 4, 5]),), **prefill((1, 0, 6)))
+    assert refusal.value.error.code is PlanErrorCode.OUT_OF_MEMORY
+    device.is_full = False
+    with pytest.raises(PlanRefused) as late:
+        steps.launch(decode_rows=u32([0]))
+    assert late.value.error.code is PlanErrorCode.EPOCH_ENDED
+    again = Steps(runner, epoch=2)
+    assert not again.begin(keep_kv=True, known_incarnation=runner.incarnation)
+    assert [again.run(admit=(admit(0, PROMPT, [0, 1, 2]),), **prefill((0, 0, 6))), again.decode(0)] == want
+    third = Steps(runner, epoch=3)
+    assert third.begin(keep_kv=True, known_incarnation=runner.incarnation), "the plan that failed is forgotten"
+    runner.close()
+
+
 def test_more_steps_than_the_rings_hold_are_refused(brittle: tuple[Runner, Brittle]) -> None:
     runner, _ = brittle
     steps = started(runner)
