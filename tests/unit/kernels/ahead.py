@@ -101,7 +101,7 @@ def compile_instead(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, 
             "flags": {name: value for name, value in constants.items() if isinstance(value, bool)},
             "early": _early(kernel.asm["ptx"]),
             "sums": _sums(kernel.asm["ttgir"]),
-            "read by others": _is_read_by_others(kernel.asm["ptx"]),
+            "in place": _in_place(kernel.asm["ptx"]),
             "instructions": [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, kernel.asm["ptx"])],
             **_resources(kernel.asm["cubin"]),
         }
@@ -123,13 +123,17 @@ def _sums(ttgir: str) -> list[str]:
     return [re.sub(r"#\w+(?=[,}>])", lambda name: layouts.get(name[0], name[0]), told) for told in types]
 
 
-def _is_read_by_others(ptx: str) -> bool:
-    """Whether something is written in place that more threads read than the one that writes it."""
+def _in_place(ptx: str) -> str:
+    """Who reads what is written in place: "itself", the thread that writes it, or "others" too; "": nothing is. A place
+    is told by its address register: what is read by another is not found."""
     readers: dict[str, set[str]] = {}
     writers: dict[str, set[str]] = {}
     for condition, way, place in _PLACE.findall(ptx):
         (readers if way == "ld" else writers).setdefault(place, set()).add(condition)
-    return any(readers[place] != writers[place] for place in readers.keys() & writers.keys())
+    both = readers.keys() & writers.keys()
+    if not both:
+        return ""
+    return "others" if any(readers[place] != writers[place] for place in both) else "itself"
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
