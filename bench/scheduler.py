@@ -234,10 +234,8 @@ def measure_beside(
 
 def show(num_rows: int, queued: int, found: dict[str, dict[str, object]]) -> None:
     print(f"\n{num_rows} decoding rows, µs as p50 / p99")
-    print(
-        f"{'':8}{'sum':>16}{'thread CPU':>16}"
-        + "".join(f"{part:>16}" for part in (*PARTS, "(look ahead)", "plan bytes"))
-    )
+    heads = ("sum", "thread CPU", *PARTS, "(look ahead)", "plan bytes")
+    print(f"{'':8}" + "".join(f"{head:>16}" for head in heads))
     for name, r in found.items():
         cells = [f"{r['p50_us']} / {r['p99_us']}", f"{r['cpu_p50_us']} / {r['cpu_p99_us']}"]
         times = [*r["parts"].values(), r["look_ahead"]]  # type: ignore[attr-defined]

@@ -317,6 +317,11 @@ class ExecutorState:
             extend_hashes(sequence.hashes, sequence.view(), self.block_size, sequence.salt, count)
         return sequence.hashes
 
+    def hash_early(self, sequence: Sequence) -> None:
+        """Before its admission asks for them: the hashes of all full blocks, if there is a prefix cache."""
+        if self.pool.cache is not None:
+            self.hashes(sequence, sequence.length // self.block_size)
+
     def cached_tokens(self, sequence: Sequence) -> int:
         """Of the sequence's known tokens, those the prefix cache holds now and that need not be computed."""
         if self.pool.cache is None:

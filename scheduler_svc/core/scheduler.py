@@ -171,8 +171,8 @@ class Scheduler:
         """Between two steps, for the one that admits the sequence; but not while more wait than the executor runs: kept
         for long, hashes would make a prompt twice as large."""
         for executor in self._executors:
-            if executor.up and executor.pool.cache is not None and len(self._queue) < executor.max_num_seqs:
-                executor.hashes(sequence, sequence.length // executor.block_size)
+            if executor.up and len(self._queue) < executor.max_num_seqs:
+                executor.hash_early(sequence)
                 return
 
     def _new(self, choice: Submit) -> Sequence:
@@ -307,9 +307,9 @@ class Scheduler:
         if not executor.up:
             return
         executor.prepare()
-        if executor.pool.cache is not None and len(self._queue) >= executor.max_num_seqs:
+        if len(self._queue) >= executor.max_num_seqs:  # of fewer each was hashed when it came
             for sequence in self._queue.ahead(_ADMITTED_NEXT):
-                executor.hashes(sequence, sequence.length // executor.block_size)
+                executor.hash_early(sequence)
 
     def update(self, executor_id: int, result: StepResult, now_ns: int) -> StepOutcome:
         """Books the result of the oldest step in flight.

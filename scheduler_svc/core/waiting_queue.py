@@ -56,7 +56,7 @@ class Lane:
             line.popleft()
         while heap and _is_stale(heap[0]):
             heapq.heappop(heap)
-        self.first = min(line[0], heap[0]) if line and heap else line[0] if line else heap[0] if heap else None
+        self.first = min((entries[0] for entries in (line, heap) if entries), default=None)
         return self._waiting
 
 

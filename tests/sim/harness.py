@@ -197,10 +197,10 @@ class Sim:
         """Plans and sends one step, if there is one. A plan refused untampered is an error of the core."""
         record = self.scheduler.schedule(self.executor_id, self.now_ns)
         self.check()
-        if record is not None and self.looks_ahead(record.plan.step_id):
-            self.scheduler.look_ahead(self.executor_id)
-            self.check()
         if record is not None:
+            if self.looks_ahead(record.plan.step_id):
+                self.scheduler.look_ahead(self.executor_id)
+                self.check()
             self.records.append(record)
             self._check_stale(record.plan)
             plan = tamper(record.plan) if tamper else record.plan

@@ -2,6 +2,7 @@
 
 import pytest
 
+from common import wire
 from scheduler_svc.core.config import CoreConfig
 from tests.fakes.toy_executor import toy_info
 from tests.sim.harness import Sim
@@ -176,13 +177,13 @@ def test_of_the_many_who_wait_the_next_are_hashed_between_two_steps() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair", "priority", "deadline"])
 def test_looking_ahead_changes_no_plan(policy: str) -> None:
-    def plans(looks: bool) -> list[tuple[int, ...]]:
+    def plans(looks: bool) -> list[bytes]:
         sim = Sim(CoreConfig(policy=policy), toy_info(max_num_seqs=3))
         sim.looks_ahead = lambda _: looks
         for i in range(30):
             sim.submit([*PROMPT[: 7 + i % 9], i], 2 + i % 5, tenant="ab"[i % 2], priority=i % 3)
         sim.run()
         sim.assert_tokens()
-        return [(r.decode_tokens, r.prefill_tokens, *(a.computed_len for a in r.plan.admit)) for r in sim.records]
+        return [wire.encode_to_executor(record.plan).SerializeToString() for record in sim.records]
 
     assert plans(True) == plans(False)
