@@ -280,11 +280,16 @@ def test_abort_ends_the_stream_with_cancelled_and_is_idempotent() -> None:
 
 def test_a_reader_that_stalls_frees_its_work_and_is_told_why() -> None:
     async def test() -> None:
-        options = ApiOptions(listen=ANYWHERE, max_buffered_bytes=2000)
-        async with scene(forever, options=options) as s:
+        def bursts(_: Submit) -> list[tuple[list[int], int]]:
+            return [([ord("a")] * 200, 0)] * 10_000
+
+        options = ApiOptions(listen=ANYWHERE, max_buffered_bytes=100_000)
+        # The transport's own window fills first; probing for how much it takes would widen it, to megabytes.
+        small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
+        async with scene(bursts, options=options, channel_args=small_window) as s:
             call = s.inference.Generate(HI)
             await call.read()
-            await until(lambda: len(s.core.of(Cancel)) == 1)  # the transport's own window fills first
+            await until(lambda: len(s.core.of(Cancel)) == 1)
             assert s.core.live == {}
             other = await s.generate(pb.GenerateRequest(text="hi", stop=pb.StopConditions(stop_strings=["aa"])))
             assert joined_text(other) == "", "others are served meanwhile"
