@@ -1,6 +1,8 @@
 """How a service process begins, and how it says where it listens: the same in both."""
 
+import errno
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import TypeVar
 
 from common.config import EXIT_CONFIG, Loaded, ServiceConfig, load_config
 from common.errors import ConfigError
+from common.standard_streams import leave_standard_stream
 
 C = TypeVar("C", bound=ServiceConfig)
 
@@ -19,6 +22,12 @@ def begin(kind: type[C], argv: Sequence[str]) -> Loaded[C]:
     """
     try:
         loaded = load_config(kind, argv)
+    except BrokenPipeError:  # the reader of --help left
+        leave_standard_stream(sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:
+        sys.stderr.write(f"stepwire {kind.service}: {error}\n")
+        raise SystemExit(1) from None
     except ConfigError as error:
         sys.stderr.write(f"stepwire {kind.service}: {error.message}\n")
         raise SystemExit(EXIT_CONFIG) from None
@@ -34,6 +43,24 @@ def begin(kind: type[C], argv: Sequence[str]) -> Loaded[C]:
 def bound_address(listen: str, port: int) -> str:
     """What was really bound, for `listen` with port 0."""
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def refuse_served_path(listen: str) -> None:
+    """gRPC takes the place of any socket that lies at a unix: path, also of one that is served: whoever served there
+    would go on unseen. A socket that a dead process left is in nobody's way.
+
+    Raises ConfigError: somebody serves there.
+    """
+    if not listen.startswith("unix:"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            served = probe.connect_ex(listen.removeprefix("unix:")) in (0, errno.EAGAIN, errno.EINPROGRESS)
+        except (OSError, ValueError):  # no path of a socket; binding says so
+            return
+    if served:
+        raise ConfigError(f"can not listen on {listen}: another process serves there", field="listen")
 
 
 def write_address(path: Path, address: str) -> None:

@@ -124,6 +124,10 @@ def converse(start: list[Message], answer: Callable[[list[Message]], str], inter
                 if not interactive:
                     raise
                 err(f"{error.message} ({error.status})")
+            except ValueError as error:  # what was typed is no text: bytes of another encoding
+                if not interactive:
+                    raise
+                err(str(error))
 
 
 def info(client: Client, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from common.standard_streams import fill_standard_streams, leave_standard_stream
 from deploy.cli_options import Connection, Generating, grouped
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -238,6 +239,7 @@ def kernels_status(json: Json = False) -> None:
 
 def main() -> None:
     """The console script: runs a command and turns every failure into one line and a status."""
+    fill_standard_streams()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -249,9 +251,8 @@ def run(arguments: list[str]) -> int:
         status = app(args=arguments, prog_name="stepwire", standalone_mode=False)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of our output left (`stepwire … | head`): nothing to say, and nothing left to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output left (`stepwire … | head`): nothing to say
+        leave_standard_stream(sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the one place where a failure becomes a line for people
         return _report(error)

@@ -18,6 +18,8 @@ from deploy.child_process import ChildProcess, Lines
 
 EXIT_FAILED: Final = 1
 POLL_S: Final = 0.2
+# A signal that comes again this soon is the same one, sent to a process and to its group.
+REPEAT_S: Final = 1.0
 
 Probe = Callable[[], Awaitable[bool]]
 Note = Callable[[str], None]
@@ -35,7 +37,7 @@ class SupervisorError(StepwireError):
 
 
 class Stopped(Exception):
-    """Somebody asked to stop (SIGINT, SIGTERM)."""
+    """Somebody asked to stop (SIGINT, SIGTERM), or the terminal went away (SIGHUP)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Supervisor:
         self._executor_task: asyncio.Task[None] | None = None
         self._scheduler_task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
+        self._signalled_s = 0.0
         self.restarts = 0
 
     @contextlib.asynccontextmanager
@@ -109,7 +112,10 @@ class Supervisor:
         Raises SupervisorError when they can't be, or not within `ready_s`; Stopped when told to stop meanwhile.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             try:
@@ -123,7 +129,7 @@ class Supervisor:
             yield self
         finally:
             await self._stop_all()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     async def watch(self) -> None:
@@ -202,7 +208,11 @@ class Supervisor:
                 await child.stop(service.stop_s)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop.is_set():
+        """The first asks to stop, a later one that is no echo of it stops at once."""
+        now_s = asyncio.get_running_loop().time()
+        if not self._stop.is_set():
+            self._signalled_s = now_s
+        elif number != signal.SIGHUP and now_s - self._signalled_s > REPEAT_S:
             self._note("stopping at once")
             for child in self._children.values():
                 child.kill()

@@ -3,10 +3,18 @@
 import json
 import sys
 
+from common.standard_streams import leave_standard_stream
+
 
 def err(text: str) -> None:
-    """One message on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """One message on standard error. Lost where it can not be written: nobody reads, the disk is full, the terminal is
+    gone. What serves goes on without it."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        leave_standard_stream(sys.stderr.fileno())
+    except OSError:
+        return
 
 
 def printable(text: str) -> str:

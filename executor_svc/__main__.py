@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import common
+from common.standard_streams import end_on_interrupt, fill_standard_streams
 from executor_svc.process_end import leave
 
 
@@ -56,4 +57,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    fill_standard_streams()
+    end_on_interrupt()
     leave(main(sys.argv[1:]))

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from common.config import EXIT_CONFIG
 from common.errors import ConfigError, ModelError
 from common.grpc_options import PRIVATE_MAX_MESSAGE_BYTES, server_options
-from common.serving import bound_address, write_address
+from common.serving import bound_address, refuse_served_path, write_address
 from executor_svc.metrics import CountingSink, serve_executor_metrics
 from executor_svc.servicer import SERVICE_NAME, ExecutorServicer
 from executor_svc.session import SessionLimits, StepTraceSink
@@ -163,6 +163,7 @@ class _Process:
 
 def bind(server: grpc.aio.Server, listen: str) -> str:
     """Binds and returns the address clients can use. Raises ConfigError naming it when it is taken or wrong."""
+    refuse_served_path(listen)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import common
+from common.standard_streams import end_on_interrupt, fill_standard_streams
 
 
 def main(argv: list[str]) -> int:
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    fill_standard_streams()
+    end_on_interrupt()
     from scheduler_svc.huge_heap import exec_with_huge_heap
 
     exec_with_huge_heap()

@@ -7,6 +7,7 @@ import grpc
 import grpc.aio
 
 from common.errors import ConfigError
+from common.serving import refuse_served_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ def credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 def open_port(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
     """The port bound (1 for unix: addresses). Raises ConfigError: the address is taken or wrong, or TLS is."""
+    refuse_served_path(address)
     try:
         port = server.add_secure_port(address, credentials(tls)) if tls else server.add_insecure_port(address)
     except RuntimeError as error:

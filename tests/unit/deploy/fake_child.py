@@ -2,7 +2,7 @@
 
     python fake_child.py NAME DIRECTORY BEHAVIOUR
 
-BEHAVIOUR: serve · unready · exit:STATUS · ignore-term
+BEHAVIOUR: serve · unready · exit:STATUS · ignore-term · slow-term
 """
 
 import os
@@ -22,6 +22,8 @@ def main() -> None:
         sys.exit(int(behaviour.partition(":")[2]))
 
     def stop(number: int, frame: object) -> None:
+        if behaviour == "slow-term":
+            time.sleep(0.5)
         with (directory / "stops").open("a") as stops:
             stops.write(f"{name}\n")
         sys.exit(0)

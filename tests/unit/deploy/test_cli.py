@@ -96,7 +96,7 @@ def test_chat_keeps_its_history(
 
 
 def test_a_conversation_survives_a_cut_or_failed_turn(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    lines: list[Any] = ["a", KeyboardInterrupt(), "b", "c", "d", EOFError()]
+    lines: list[Any] = ["a", KeyboardInterrupt(), "b", "c", "\udcff", "d", EOFError()]
     seen: list[list[str]] = []
 
     def read(prompt: str) -> str:
@@ -111,12 +111,15 @@ def test_a_conversation_survives_a_cut_or_failed_turn(monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
         if history[-1].content == "c":
             raise Unavailable("draining")
+        if history[-1].content == "\udcff":
+            raise ValueError("no text")
         return "yes"
 
     monkeypatch.setattr("builtins.input", read)
     calls.converse([], answer, interactive=True)
-    assert seen == [["a"], ["a", "yes", "b"], ["a", "yes", "c"], ["a", "yes", "d"]]
-    assert "draining" in capsys.readouterr().err
+    assert seen == [["a"], ["a", "yes", "b"], ["a", "yes", "c"], ["a", "yes", "\udcff"], ["a", "yes", "d"]]
+    told = capsys.readouterr().err
+    assert "draining" in told and "no text" in told
 
 
 @pytest.mark.parametrize("group", [[], ["models"], ["kernels"]])

@@ -174,7 +174,7 @@ def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_stop_in_order(tmp_path: Path, number: signal.Signals) -> None:
     async def work() -> None:
         scene = Scene(tmp_path)
@@ -183,6 +183,54 @@ def test_signals_stop_in_order(tmp_path: Path, number: signal.Signals) -> None:
                 os.kill(os.getpid(), number)
                 await supervisor.watch()
         assert scene.stops() == ["scheduler", "executor"]
+
+    run(work())
+
+
+def test_a_hangup_that_was_to_be_ignored_is(tmp_path: Path) -> None:
+    async def work() -> None:
+        scene = Scene(tmp_path)
+        async with scene.supervisor.running() as supervisor:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await supervisor.until(asyncio.sleep(0.1))
+        assert scene.stops() == ["scheduler", "executor"]
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run(work())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+async def signalled_twice(scene: Scene, first: signal.Signals, second: signal.Signals, pause_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    with pytest.raises(Stopped):
+        async with scene.supervisor.running() as supervisor:
+            os.kill(os.getpid(), first)
+            loop.call_later(pause_s, os.kill, os.getpid(), second)
+            await supervisor.watch()
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_the_echo_of_a_signal_cuts_nothing_short(tmp_path: Path, second: signal.Signals) -> None:
+    """`timeout` signals its command, then the command's group; a shell that hangs up is followed by the system."""
+
+    async def work() -> None:
+        scene = Scene(tmp_path, scheduler="slow-term")
+        await signalled_twice(scene, signal.SIGTERM, second, 0.1)
+        assert scene.stops() == ["scheduler", "executor"] and "stopping at once" not in scene.notes
+
+    run(work())
+
+
+def test_a_later_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.supervisor.REPEAT_S", 0.05)
+
+    async def work() -> None:
+        scene = Scene(tmp_path, scheduler="slow-term")
+        await signalled_twice(scene, signal.SIGTERM, signal.SIGINT, 0.2)
+        assert "stopping at once" in scene.notes
+        assert not (tmp_path / "stops").exists()
 
     run(work())
 
