@@ -41,7 +41,7 @@ def show_status(as_json: bool) -> int:
     elif library is None:
         print(f"no CPU kernels: {reason}")
     else:
-        print(f"CPU kernels {'with tile registers' if library.has_tiles else 'for AVX-512'}: {library.path}")
+        print(f"CPU kernels for {library.instructions}: {library.path}")
     return 0 if library is not None else 2
 
 
@@ -56,4 +56,7 @@ def _build() -> Library:
 
 
 def _described(library: Library | None) -> dict[str, object]:
-    return {"path": str(library.path) if library else None, "tiles": library.has_tiles if library else None}
+    return {
+        "path": str(library.path) if library else None,
+        "instructions": library.instructions if library else None,
+    }

@@ -165,9 +165,8 @@ def _cpu_kernels(config: ExecutorConfig, files: ModelFiles, progress: Progress) 
         else:
             if found is None:
                 progress("building the CPU kernels", 1, 1)
-            kind = "with tile registers" if kernels.has_tiles else "AVX-512"
             how = "just built" if found is None else "found"
-            log.info("steps run in the CPU kernels, %s (%s: %s)", kind, how, kernels.path)
+            log.info("steps run in the CPU kernels, for %s (%s: %s)", kernels.instructions, how, kernels.path)
             return kernels
     if config.weight_dtype in ("int8", "int4"):
         raise ConfigError(f"weight_dtype {config.weight_dtype} needs the CPU kernels: {reason}", field="weight_dtype")

@@ -51,11 +51,9 @@ struct CacheShape {
     for (int d = 0; d < head_dim; d += 2) memcpy(piece + d * kTile + 2 * at, from + d, 4);
   }
   void into_values(const bf16* from, int at, bf16* piece) const {
-    const __mmask32 own = at % 2 ? 0xaaaaaaaa : 0x55555555;
-    const __m128i shift = _mm_cvtsi32_si128(at % 2 * 16);
+    // The token between them is another's, who may be writing it now.
     for (int d = 0; d < head_dim; d += kTile) {
-      const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from + d)));
-      _mm512_mask_storeu_epi16(piece + d * kTile + at / 2 * 2 * kTile, own, _mm512_sll_epi32(wide, shift));
+      store_every_second(piece + d * kTile + at / 2 * 2 * kTile, at % 2, load_halves(from + d));
     }
   }
 };
@@ -80,23 +78,23 @@ struct AttentionSpace {
   int rows = 0;  // that the tile registers are set up for
 };
 
-inline __m512 exp2_fast(__m512 x) {
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(x, whole);
+inline Floats exp2_fast(Floats x) {
+  const Floats whole = nearest_whole(x);
+  const Floats f = sub(x, whole);
   // Taylor's series of 2^f around 0, |f| <= 1/2: relative error below 2e-7.
-  __m512 sum = _mm512_set1_ps(1.5403530e-4f);
+  Floats sum = all(1.5403530e-4f);
   for (float factor : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) {
-    sum = _mm512_fmadd_ps(sum, f, _mm512_set1_ps(factor));
+    sum = fma(sum, f, all(factor));
   }
-  return _mm512_scalef_ps(sum, whole);
+  return scaled(sum, whole);
 }
 
 // For weights that become bfloat16, which rounds by 2e-3: relative error below 1.1e-4.
-inline __m512 exp2_coarse(__m512 x) {
-  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
-  __m512 sum = _mm512_set1_ps(7.8024517e-02f);
-  for (float factor : {2.2606716e-01f, 6.9583354e-01f, 0.99992522f}) sum = _mm512_fmadd_ps(sum, f, _mm512_set1_ps(factor));
-  return _mm512_scalef_ps(sum, x);  // takes the floor of x itself
+inline Floats exp2_coarse(Floats x) {
+  const Floats f = above_floor(x);
+  Floats sum = all(7.8024517e-02f);
+  for (float factor : {2.2606716e-01f, 6.9583354e-01f, 0.99992522f}) sum = fma(sum, f, all(factor));
+  return scaled(sum, x);
 }
 
 class Attention {
@@ -123,10 +121,10 @@ class Attention {
     // Of one row the first sees least, the last most.
     const int64_t begin = from[0] / (2 * kTile) * (2 * kTile), end = to[columns - 1];
     float most[kTile];
-    __m512 totals[kTile];
+    Floats totals[kTile];
     for (int c = 0; c < columns; ++c) {
       most[c] = kLeast;
-      totals[c] = _mm512_setzero_ps();
+      totals[c] = all(0.0f);
     }
     const int most_groups = span.count == 1 ? kGroups : 1;  // a prompt's chunk has its keys near, and little room
     for (int64_t at = begin / kKeys * kKeys; at < end;) {
@@ -150,10 +148,10 @@ class Attention {
       }
     }
     for (int c = 0; c < columns; ++c) {
-      const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(totals[c]));
+      const Floats factor = all(1.0f / sum_of(totals[c]));
       for (int d = 0; d < dim; d += kTile) {
-        const __m512 mixed = _mm512_load_ps(space.out.get() + c * dim + d);
-        _mm256_storeu_si256((__m256i*)(out + place(c) + d), narrow(_mm512_mul_ps(mixed, factor)));
+        const Floats mixed = load(space.out.get() + c * dim + d);
+        store_halves(out + place(c) + d, narrow(mul(mixed, factor)));
       }
     }
   }
@@ -202,44 +200,43 @@ class Attention {
   // Of one query's scores and of those before, `most`. Scores of positions outside [from, to) are hidden on the way.
   float greatest(int c, const Keys& group, int64_t from, int64_t to, float most, AttentionSpace& space) const {
     auto& scores = space.scores[group.place];
-    __m512 best = _mm512_set1_ps(most);
+    Floats best = all(most);
     if (from <= group.first && to >= group.first + group.pieces * kTile) {
-      for (int piece = 0; piece < group.pieces; ++piece) best = _mm512_max_ps(best, _mm512_load_ps(scores[piece][c]));
-      return _mm512_reduce_max_ps(best);
+      for (int piece = 0; piece < group.pieces; ++piece) best = max(best, load(scores[piece][c]));
+      return greatest_of(best);
     }
     // Distances from the first position that is seen: those before it are large numbers without a sign.
-    __m512i away = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    away = _mm512_add_epi32(away, _mm512_set1_epi32(static_cast<int>(group.first - from)));
-    const __m512i size = _mm512_set1_epi32(static_cast<int>(to - from));
-    const __m512 hidden = _mm512_set1_ps(kHidden);
+    Ints away = from_zero();
+    away = add(away, all_ints(static_cast<int>(group.first - from)));
+    const Ints size = all_ints(static_cast<int>(to - from));
+    const Floats hidden = all(kHidden);
     for (int piece = 0; piece < group.pieces; ++piece) {
-      const __mmask16 seen = _mm512_cmplt_epu32_mask(away, size);
-      const __m512 own = _mm512_mask_blend_ps(seen, hidden, _mm512_load_ps(scores[piece][c]));
-      _mm512_store_ps(scores[piece][c], own);
-      best = _mm512_max_ps(best, own);
-      away = _mm512_add_epi32(away, _mm512_set1_epi32(kTile));
+      const Floats own = where_below(away, size, load(scores[piece][c]), hidden);
+      store(scores[piece][c], own);
+      best = max(best, own);
+      away = add(away, all_ints(kTile));
     }
-    return _mm512_reduce_max_ps(best);
+    return greatest_of(best);
   }
 
   // One query's scores become weights; the sum of those before shrinks from the maximum before to this one.
-  void weigh(int c, const Keys& group, float before, float most, __m512& total, AttentionSpace& space) const {
-    const __m512 scale = _mm512_set1_ps(scale_), offset = _mm512_set1_ps(most * scale_);
-    __m512 sum = _mm512_setzero_ps();
+  void weigh(int c, const Keys& group, float before, float most, Floats& total, AttentionSpace& space) const {
+    const Floats scale = all(scale_), offset = all(most * scale_);
+    Floats sum = all(0.0f);
     for (int piece = 0; piece < group.pieces; ++piece) {
-      const __m512 score = _mm512_load_ps(space.scores[group.place][piece][c]);
-      const __m512 weight = exp2_coarse(_mm512_fmsub_ps(score, scale, offset));
-      sum = _mm512_add_ps(sum, weight);
-      _mm256_store_si256((__m256i*)space.weights[group.place][piece][c], narrow(weight));
+      const Floats score = load(space.scores[group.place][piece][c]);
+      const Floats weight = exp2_coarse(fms(score, scale, offset));
+      sum = add(sum, weight);
+      store_halves(space.weights[group.place][piece][c], narrow(weight));
     }
     float& shrink = space.shrinks[group.place][c];
     shrink = 1.0f;
     if (group.goes_on && before != most) {
-      const __m512 factor = exp2_fast(_mm512_set1_ps((before - most) * scale_));
-      total = _mm512_mul_ps(total, factor);
-      shrink = _mm512_cvtss_f32(factor);
+      const Floats factor = exp2_fast(all((before - most) * scale_));
+      total = mul(total, factor);
+      shrink = first_of(factor);
     }
-    total = _mm512_add_ps(total, sum);
+    total = add(total, sum);
   }
 
   void shrink(int columns, const float* shrinks, float* out) const {
@@ -247,7 +244,7 @@ class Attention {
       if (shrinks[c] == 1.0f) continue;
       float* row = out + c * cache_.head_dim;
       for (int d = 0; d < cache_.head_dim; d += kTile) {
-        _mm512_store_ps(row + d, _mm512_mul_ps(_mm512_load_ps(row + d), _mm512_set1_ps(shrinks[c])));
+        store(row + d, mul(load(row + d), all(shrinks[c])));
       }
     }
   }

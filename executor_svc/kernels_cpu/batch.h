@@ -35,11 +35,11 @@ struct Batch {
 constexpr int64_t kFailed = 0, kFine = 1, kPadding = 2;
 
 inline bool all_finite(const bf16* x, int size) {
-  __m512 sum = _mm512_setzero_ps();
+  Floats sum = all(0.0f);
   for (int i = 0; i < size; i += 16) {
-    sum = _mm512_add_ps(sum, widen(_mm256_loadu_si256((const __m256i*)(x + i))));
+    sum = add(sum, widen(load_halves(x + i)));
   }
-  return std::isfinite(_mm512_reduce_add_ps(sum));
+  return std::isfinite(sum_of(sum));
 }
 
 // A batch as the forward pass wants it. Memory only grows.

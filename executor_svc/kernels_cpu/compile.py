@@ -60,19 +60,19 @@ class Level:
         return f"step-{self.name}-{digest.hexdigest()[:20]}.so"
 
 
-_VECTORS: Final = frozenset((
-    # x86-64-v4, with all that it stands on
+_AVX2: Final = frozenset((  # x86-64-v3, with all that it stands on
     "cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2",
     "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave",
-    "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
-    # beyond it
-    "avx512_bf16", "avx512_vnni",
 ))  # fmt: skip
+_VECTORS: Final = _AVX2 | {  # x86-64-v4, and two beyond it
+    "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni",
+}  # fmt: skip
 _VECTOR_OPTIONS: Final = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 # Best first.
 LEVELS: Final = (
     Level("tiles", (*_VECTOR_OPTIONS, "-mamx-tile", "-mamx-bf16"), _VECTORS | {"amx_tile", "amx_bf16"}),
     Level("vectors", _VECTOR_OPTIONS, _VECTORS),
+    Level("avx2", ("-march=x86-64-v3",), _AVX2),
 )
 
 

@@ -25,6 +25,8 @@ from executor_svc.kernels_cpu.compile import (
 
 log = logging.getLogger(__name__)
 
+# What `stepwire_ready` answers, from 1 on: what the code was built for.
+_INSTRUCTIONS: Final = ("AVX2", "AVX-512", "AVX-512 and tile registers")
 # What `stepwire_spent` tells apart, in its order.
 PARTS: Final = ("products", "attention", "norms", "head")
 
@@ -114,7 +116,7 @@ class Library:
         if not kind:
             raise NoKernels("the operating system does not give the processor's tile registers")
         self.path = path
-        self.has_tiles: bool = kind == 2
+        self.instructions = _INSTRUCTIONS[kind - 1]
         self._library = library
 
     def create(self, model: CModel, threads: int, cpus: Sequence[int] = ()) -> int:

@@ -1,8 +1,9 @@
 // One step of a decoder of Llama's family on the CPU: embedding, all layers, final norm; and the product with the head.
 //
 // Residuals, norms, rotary and softmax are float32; the inputs of products, keys and values are bfloat16. Weights are
-// as weights.h says. One call is one run of a team of threads (threads.h); between phases the members meet at a barrier.
-// Called from one thread at a time. No exceptions leave: a call answers 0, or 1 when memory or threads were lacking.
+// as weights.h says, products in products.h. One call is one run of a team of threads (threads.h); between phases the
+// members meet at a barrier. Called from one thread at a time. No exceptions leave: a call answers 0, or 1 when memory or
+// threads were lacking.
 
 #include <cmath>
 #include <exception>
@@ -12,7 +13,7 @@
 #include "attention.h"
 #include "batch.h"
 #include "threads.h"
-#include "weights.h"
+#include "products.h"
 
 namespace stepwire {
 
@@ -55,31 +56,26 @@ struct Step {
   bf16* out;  // [num_tokens, hidden]
 };
 
-inline float sum(__m512 x) { return _mm512_reduce_add_ps(x); }
-
 inline uint64_t ticks() { return __rdtsc(); }
 
 // out = x / rms(x) * weight. size: a multiple of 16.
 inline void normalise(const float* x, const float* weight, int size, float eps, bf16* out) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = all(0.0f);
   for (int i = 0; i < size; i += 16) {
-    const __m512 v = _mm512_loadu_ps(x + i);
-    squares = _mm512_fmadd_ps(v, v, squares);
+    const Floats v = load(x + i);
+    squares = fma(v, v, squares);
   }
-  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum(squares) / size + eps));
+  const Floats factor = all(1.0f / std::sqrt(sum_of(squares) / size + eps));
   for (int i = 0; i < size; i += 16) {
-    const __m512 v = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor), _mm512_loadu_ps(weight + i));
-    _mm256_storeu_si256((__m256i*)(out + i), narrow(v));
+    const Floats v = mul(mul(load(x + i), factor), load(weight + i));
+    store_halves(out + i, narrow(v));
   }
 }
 
-inline __m512 silu(__m512 x) {
-  // Beyond 2^126 the reciprocal would be 0 times infinity in the step that refines it.
-  const __m512 power = _mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)), _mm512_set1_ps(126.0f));
-  const __m512 sum = _mm512_add_ps(_mm512_set1_ps(1.0f), exp2_fast(power));
-  // An estimate of 14 bits and one step of Newton's: quicker than a division.
-  const __m512 estimate = _mm512_rcp14_ps(sum);
-  return _mm512_mul_ps(x, _mm512_mul_ps(estimate, _mm512_fnmadd_ps(sum, estimate, _mm512_set1_ps(2.0f))));
+inline Floats silu(Floats x) {
+  // quotient() takes no larger divisor.
+  const Floats power = min(mul(x, all(-1.44269504f)), all(126.0f));
+  return quotient(x, add(all(1.0f), exp2_fast(power)));
 }
 
 inline int rounded(int64_t rows) { return static_cast<int>((rows + 31) / 32 * 32); }
@@ -164,21 +160,19 @@ class Decoder {
   void greedy(const bf16* hidden, int rows, int64_t* tokens, uint8_t* is_finite) {
     for (auto& member : members_) member->best.assign(rows, Best());
     multiply_head(hidden, rows, [&](Member& me, int first, int count, int column, const float* x) {
-      const __mmask32 real = column + kPanel <= shape_.vocab ? ~0u : (1u << (shape_.vocab - column)) - 1;
-      const __mmask16 low = static_cast<__mmask16>(real), high = static_cast<__mmask16>(real >> 16);
+      const int real = std::min(kPanel, shape_.vocab - column);
+      const int low = std::min(kTile, real), high = real - low;
+      const uint32_t seen = real == kPanel ? ~0u : (1u << real) - 1;
       for (int row = 0; row < count; ++row) {
-        const __m512 least = _mm512_set1_ps(-INFINITY);
-        const __m512 a = _mm512_mask_loadu_ps(least, low, x + row * kPanel);
-        const __m512 b = _mm512_mask_loadu_ps(least, high, x + row * kPanel + kTile);
+        const Floats a = load_first(x + row * kPanel, low, -INFINITY);
+        const Floats b = load_first(x + row * kPanel + kTile, high, -INFINITY);
         Best& best = me.best[first + row];
         // Not finite: x - x is NaN, which no number equals.
-        const __m512 no_a = _mm512_sub_ps(a, a), no_b = _mm512_sub_ps(b, b);
-        best.broken |= (_mm512_mask_cmp_ps_mask(low, no_a, no_a, _CMP_UNORD_Q) |
-                        _mm512_mask_cmp_ps_mask(high, no_b, no_b, _CMP_UNORD_Q)) != 0;
-        const float value = _mm512_reduce_max_ps(_mm512_max_ps(a, b));
+        best.broken |= ((are_nan(sub(a, a)) | are_nan(sub(b, b)) << kTile) & seen) != 0;
+        const float value = greatest_of(max(a, b));
         if (value < best.value || (value == best.value && column > best.token)) continue;
-        const __m512 found = _mm512_set1_ps(value);
-        const uint32_t where = _mm512_cmpeq_ps_mask(a, found) | _mm512_cmpeq_ps_mask(b, found) << 16;
+        const Floats found = all(value);
+        const uint32_t where = are_equal(a, found) | are_equal(b, found) << kTile;
         if (where != 0) best = {value, column + __builtin_ctz(where), best.broken};
       }
     });
@@ -211,9 +205,10 @@ class Decoder {
 
   struct Member {
     Member(const Shape& s, size_t deepest)
-        : panels(2 * deepest * kPanel), normed(kOwnRows * s.hidden), one_head(s.head_dim), groups(deepest),
-          space(s.head_dim) {}
-    Buffer<bf16> panels, normed, one_head;
+        : panels(2 * deepest / kTileDepth * kReadyBytes), normed(kOwnRows * s.hidden), one_head(s.head_dim),
+          groups(deepest), space(s.head_dim) {}
+    Buffer<uint8_t> panels;
+    Buffer<bf16> normed, one_head;
     Buffer<float> head;
     Groups groups;
     std::vector<Best> best;
@@ -241,7 +236,7 @@ class Decoder {
       const bf16* from = model_.embedding + step.token_ids[row] * s.hidden;
       float* to = residual_.get() + static_cast<int64_t>(row) * s.hidden;
       for (int i = 0; i < s.hidden; i += 16) {
-        _mm512_storeu_ps(to + i, widen(_mm256_loadu_si256((const __m256i*)(from + i))));
+        store(to + i, widen(load_halves(from + i)));
       }
     });
     team_.barrier();
@@ -268,13 +263,13 @@ class Decoder {
       spent(kNorms);
       multiply(layer.gate_up, x, rows, me, [&](int at, int count, int column, const float* values) {
         const float* bias = layer.gate_up.bias;
-        const __m512 gate_bias = bias ? _mm512_loadu_ps(bias + column) : _mm512_setzero_ps();
-        const __m512 up_bias = bias ? _mm512_loadu_ps(bias + column + kTile) : _mm512_setzero_ps();
+        const Floats gate_bias = bias ? load(bias + column) : all(0.0f);
+        const Floats up_bias = bias ? load(bias + column + kTile) : all(0.0f);
         for (int row = 0; row < count; ++row) {
-          const __m512 gate = _mm512_add_ps(_mm512_load_ps(values + row * kPanel), gate_bias);
-          const __m512 up = _mm512_add_ps(_mm512_load_ps(values + row * kPanel + kTile), up_bias);
+          const Floats gate = add(load(values + row * kPanel), gate_bias);
+          const Floats up = add(load(values + row * kPanel + kTile), up_bias);
           bf16* to = gated_.get() + static_cast<int64_t>(at + row) * s.intermediate + column / 2;
-          _mm256_storeu_si256((__m256i*)to, narrow(_mm512_mul_ps(silu(gate), up)));
+          store_halves(to, narrow(mul(silu(gate), up)));
         }
       });
       team_.barrier();
@@ -323,7 +318,7 @@ class Decoder {
   void multiply(const Matrix& matrix, const bf16* x, int rows, Member& me, const Use& use, int together = 1) {
     me.groups.find(x, matrix.depth, rows, static_cast<Format>(matrix.format));
     Taker take(team_, num_turns(matrix, rows), together);
-    multiply_panels(matrix, x, me.groups, rows, reinterpret_cast<uint8_t*>(me.panels.get()), take,
+    multiply_panels(matrix, x, me.groups, rows, me.panels.get(), take,
                     [&](int index, int first, int count, const float* values) {
                       use(first, count, index * kPanel, values);
                     });
@@ -357,17 +352,17 @@ class Decoder {
         }
         return;
       }
-      const __m512 low = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
-      const __m512 high = bias ? _mm512_loadu_ps(bias + kTile) : _mm512_setzero_ps();
+      const Floats low = bias ? load(bias) : all(0.0f);
+      const Floats high = bias ? load(bias + kTile) : all(0.0f);
       for (int row = 0; row < count; ++row, to += hidden, values += kPanel) {
         // The next rows of these columns are wanted when as many have been multiplied.
         _mm_prefetch(reinterpret_cast<const char*>(to + 2 * kTile * hidden), _MM_HINT_T0);
         _mm_prefetch(reinterpret_cast<const char*>(to + 2 * kTile * hidden + kTile), _MM_HINT_T0);
-        const auto add = [&](int i, __m512 own) {
-          _mm512_storeu_ps(to + i, _mm512_add_ps(_mm512_loadu_ps(to + i), _mm512_add_ps(_mm512_load_ps(values + i), own)));
+        const auto put = [&](int i, Floats own) {
+          store(to + i, add(load(to + i), add(load(values + i), own)));
         };
-        add(0, low);
-        add(kTile, high);
+        put(0, low);
+        put(kTile, high);
       }
     });
   }
@@ -397,13 +392,13 @@ class Decoder {
     const int dim = s.head_dim;
     me.head.grow(static_cast<size_t>(rows) * dim);
     const auto use = [&](int first, int count, int column, const float* values) {
-      const __m512 low = matrix.bias ? _mm512_loadu_ps(matrix.bias + column) : _mm512_setzero_ps();
-      const __m512 high = matrix.bias ? _mm512_loadu_ps(matrix.bias + column + kTile) : _mm512_setzero_ps();
+      const Floats low = matrix.bias ? load(matrix.bias + column) : all(0.0f);
+      const Floats high = matrix.bias ? load(matrix.bias + column + kTile) : all(0.0f);
       float* const head = me.head.get() + static_cast<int64_t>(first) * dim;
       float* to = head + column % dim;
       for (int row = 0; row < count; ++row, to += dim, values += kPanel) {
-        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_load_ps(values), low));
-        _mm512_storeu_ps(to + kTile, _mm512_add_ps(_mm512_load_ps(values + kTile), high));
+        store(to, add(load(values), low));
+        store(to + kTile, add(load(values + kTile), high));
       }
       if (column % dim + kPanel < dim) return;
       for (int row = 0; row < count; ++row) {
@@ -425,33 +420,33 @@ class Decoder {
       cache_.put_key(me.one_head.get(), layer.keys, step.slots[row], kv_head);
     } else {
       bf16* to = me.one_head.get();
-      for (int i = 0; i < s.head_dim; i += 16) _mm256_storeu_si256((__m256i*)(to + i), narrow(_mm512_loadu_ps(from + i)));
+      for (int i = 0; i < s.head_dim; i += 16) store_halves(to + i, narrow(load(from + i)));
       cache_.put_value(to, layer.values, step.slots[row], value_head);
     }
   }
 
   void rotate_head(const float* from, const float* turn, const float* weight, bf16* to) const {
     const int half = shape_.head_dim / 2;
-    __m512 factor = _mm512_set1_ps(1.0f);
+    Floats factor = all(1.0f);
     if (weight != nullptr) {
-      __m512 squares = _mm512_setzero_ps();
+      Floats squares = all(0.0f);
       for (int i = 0; i < 2 * half; i += 16) {
-        const __m512 v = _mm512_loadu_ps(from + i);
-        squares = _mm512_fmadd_ps(v, v, squares);
+        const Floats v = load(from + i);
+        squares = fma(v, v, squares);
       }
-      factor = _mm512_set1_ps(1.0f / std::sqrt(sum(squares) / (2 * half) + shape_.eps));
+      factor = all(1.0f / std::sqrt(sum_of(squares) / (2 * half) + shape_.eps));
     }
     for (int i = 0; i < half; i += 16) {
-      __m512 a = _mm512_loadu_ps(from + i), b = _mm512_loadu_ps(from + half + i);
+      Floats a = load(from + i), b = load(from + half + i);
       if (weight != nullptr) {
-        a = _mm512_mul_ps(_mm512_mul_ps(a, factor), _mm512_loadu_ps(weight + i));
-        b = _mm512_mul_ps(_mm512_mul_ps(b, factor), _mm512_loadu_ps(weight + half + i));
+        a = mul(mul(a, factor), load(weight + i));
+        b = mul(mul(b, factor), load(weight + half + i));
       }
-      const __m512 cosine = _mm512_loadu_ps(turn + i), sine = _mm512_loadu_ps(turn + half + i);
-      const __m512 first = _mm512_fmsub_ps(a, cosine, _mm512_mul_ps(b, sine));
-      const __m512 second = _mm512_fmadd_ps(b, cosine, _mm512_mul_ps(a, sine));
-      _mm256_storeu_si256((__m256i*)(to + i), narrow(first));
-      _mm256_storeu_si256((__m256i*)(to + half + i), narrow(second));
+      const Floats cosine = load(turn + i), sine = load(turn + half + i);
+      const Floats first = fms(a, cosine, mul(b, sine));
+      const Floats second = fma(b, cosine, mul(a, sine));
+      store_halves(to + i, narrow(first));
+      store_halves(to + half + i, narrow(second));
     }
   }
 
@@ -496,8 +491,11 @@ static int guarded(const Work& work) {
 
 extern "C" {
 
-// 0: this processor or system does not let the code run; 1: vectors; 2: tile registers.
-API int stepwire_ready() { return !ask_for_tiles() ? 0 : stepwire::kHasTiles ? 2 : 1; }
+// 0: this processor or system does not let the code run; 1: AVX2; 2: AVX-512; 3: that and tile registers.
+API int stepwire_ready() {
+  if (!ask_for_tiles()) return 0;
+  return stepwire::kHasTiles ? 3 : stepwire::kHasAvx512 ? 2 : 1;
+}
 
 // cpus: the processor each member of the team keeps to, but for the first, which is whoever calls; null: none does. Answers
 // null where memory or threads were lacking. What `model` points to must outlive the decoder.

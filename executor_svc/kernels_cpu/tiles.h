@@ -1,10 +1,9 @@
-// Eight tile registers of 16 rows x 64 bytes: AMX where the processor has it, else the same in AVX-512.
+// Eight tile registers of 16 rows x 64 bytes: AMX where the processor has it, else the same in AVX-512 or AVX2.
 //
 // TILE_DOT(c, a, b): c[16][16] float += a[16][32] * b, b holding 32 x 16 bfloat16 with neighbours of its longer side
 // together: row p is b[2p][0], b[2p + 1][0], b[2p][1], b[2p + 1][1], ...
 #pragma once
 
-#include <immintrin.h>
 #include <sys/mman.h>
 
 #include <cstdint>
@@ -12,9 +11,9 @@
 #include <cstring>
 #include <new>
 
-namespace stepwire {
+#include "lanes.h"
 
-using bf16 = uint16_t;
+namespace stepwire {
 
 constexpr int kTile = 16;            // rows of a tile, and floats in one of its rows
 constexpr int kTileDepth = 32;       // bfloat16 in a row
@@ -51,9 +50,6 @@ class Buffer {
   T* data_ = nullptr;
   size_t size_ = 0;
 };
-
-inline __m512 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
-inline __m256i narrow(__m512 wide) { return (__m256i)_mm512_cvtneps_pbh(wide); }
 
 // The registers' shapes, as the processor reads them. What a register has less than the most takes less time.
 struct alignas(64) TileConfig {
@@ -92,38 +88,95 @@ constexpr bool kHasTiles = true;
 
 #else
 
-struct alignas(64) Tile {
-  uint8_t bytes[kTile][64];
+// A register either holds sums, or names the memory that was loaded, which must not change while it is used.
+struct Tile {
+  alignas(64) float sums[kTile][kTile];
+  const uint8_t* from;
+  size_t stride;
 };
 inline thread_local Tile registers[8];
 inline thread_local TileConfig shapes;
 
 inline void tiles_begin(const TileConfig& config = {}) { shapes = config; }
 inline void tiles_end() {}
+inline void tile_zero(int t) {
+  memset(registers[t].sums, 0, sizeof(registers[t].sums));
+  registers[t].from = nullptr;
+}
 inline void tile_load(int t, const void* from, size_t stride) {
-  for (int row = 0; row < shapes.rows[t]; ++row) {
-    memcpy(registers[t].bytes[row], static_cast<const uint8_t*>(from) + row * stride, shapes.row_bytes[t]);
-  }
+  registers[t].from = static_cast<const uint8_t*>(from);
+  registers[t].stride = stride;
 }
 inline void tile_store(int t, void* to, size_t stride) {
   for (int row = 0; row < shapes.rows[t]; ++row) {
-    memcpy(static_cast<uint8_t*>(to) + row * stride, registers[t].bytes[row], shapes.row_bytes[t]);
-  }
-}
-inline void tile_dot(int c, int a, int b) {
-  for (int row = 0; row < shapes.rows[c]; ++row) {
-    __m512 sum = _mm512_load_ps(registers[c].bytes[row]);
-    for (int pair = 0; pair < shapes.rows[b]; ++pair) {
-      int both;
-      memcpy(&both, registers[a].bytes[row] + 4 * pair, 4);
-      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both),
-                             (__m512bh)_mm512_load_si512(registers[b].bytes[pair]));
-    }
-    _mm512_store_ps(registers[c].bytes[row], sum);
+    memcpy(static_cast<uint8_t*>(to) + row * stride, registers[t].sums[row], sizeof(registers[t].sums[row]));
   }
 }
 
-#define TILE_ZERO(t) memset(&registers[t], 0, sizeof(Tile))
+// sums[rows][16] += a[rows][pairs] * b[pairs][16], of pairs of bfloat16.
+template <int rows>
+inline void dot_rows(float (*sums)[kTile], const uint8_t* a, size_t stride, const Tile& b, int pairs) {
+#if defined(STEPWIRE_AVX512)
+  for (int row = 0; row < rows; ++row) {
+    __m512 sum = _mm512_load_ps(sums[row]);
+    for (int pair = 0; pair < pairs; ++pair) {
+      int both;
+      memcpy(&both, a + row * stride + 4 * pair, 4);
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both),
+                             (__m512bh)_mm512_loadu_si512(b.from + pair * b.stride));
+    }
+    _mm512_store_ps(sums[row], sum);
+  }
+#else
+  const __m256i odd = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  const auto first = [](__m256i pair) { return _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)); };
+  const auto second = [&](__m256i pair) { return _mm256_castsi256_ps(_mm256_and_si256(pair, odd)); };
+  __m256 low[rows], high[rows];
+  for (int row = 0; row < rows; ++row) {
+    low[row] = _mm256_load_ps(sums[row]);
+    high[row] = _mm256_load_ps(sums[row] + 8);
+  }
+  for (int pair = 0; pair < pairs; ++pair) {
+    const __m256i left = load_halves(b.from + pair * b.stride), right = load_halves(b.from + pair * b.stride + 32);
+    const __m256 left_first = first(left), left_second = second(left);
+    const __m256 right_first = first(right), right_second = second(right);
+    for (int row = 0; row < rows; ++row) {
+      int both;
+      memcpy(&both, a + row * stride + 4 * pair, 4);
+      const __m256i own = _mm256_set1_epi32(both);
+      low[row] = _mm256_fmadd_ps(first(own), left_first, low[row]);
+      high[row] = _mm256_fmadd_ps(first(own), right_first, high[row]);
+      low[row] = _mm256_fmadd_ps(second(own), left_second, low[row]);
+      high[row] = _mm256_fmadd_ps(second(own), right_second, high[row]);
+    }
+  }
+  for (int row = 0; row < rows; ++row) {
+    _mm256_store_ps(sums[row], low[row]);
+    _mm256_store_ps(sums[row] + 8, high[row]);
+  }
+#endif
+}
+
+inline void tile_dot(int c, int a, int b) {
+  Tile& own = registers[c];
+  const Tile &left = registers[a], &right = registers[b];
+  const int rows = shapes.rows[c], pairs = shapes.rows[b];
+  if (own.from != nullptr) {  // sums that were loaded
+    for (int row = 0; row < rows; ++row) memcpy(own.sums[row], own.from + row * own.stride, sizeof(own.sums[row]));
+    own.from = nullptr;
+  }
+  for (int row = 0; row < rows; row += 4) {
+    const uint8_t* from = left.from + row * left.stride;
+    switch (rows - row) {
+      case 1: dot_rows<1>(own.sums + row, from, left.stride, right, pairs); break;
+      case 2: dot_rows<2>(own.sums + row, from, left.stride, right, pairs); break;
+      case 3: dot_rows<3>(own.sums + row, from, left.stride, right, pairs); break;
+      default: dot_rows<4>(own.sums + row, from, left.stride, right, pairs);
+    }
+  }
+}
+
+#define TILE_ZERO(t) tile_zero(t)
 #define TILE_LOAD(t, from, stride) tile_load(t, from, stride)
 #define TILE_LOAD_PASSING(t, from, stride) tile_load(t, from, stride)
 #define TILE_STORE(t, to, stride) tile_store(t, to, stride)

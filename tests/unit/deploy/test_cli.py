@@ -227,7 +227,8 @@ def test_kernels(capsys: Capture, kernel_compiler: Path, tmp_path: Path) -> None
     assert run(["kernels", "build"]) == 0
     assert capsys.readouterr() == (f"{built['path']}\n", "")
     assert run(["kernels", "status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"path": built["path"], "tiles": built["tiles"], "reason": ""}
+    status = json.loads(capsys.readouterr().out)
+    assert status == {"path": built["path"], "instructions": built["instructions"], "reason": ""}
 
 
 def test_kernels_of_another_system_are_built_again_and_said_to_be(

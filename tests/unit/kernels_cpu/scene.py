@@ -17,7 +17,7 @@ from executor_svc.attention.layout import (
     StepLayout,
 )
 from executor_svc.attention.torch_paged import TorchPagedAttention
-from executor_svc.kernels_cpu.compile import NoKernels
+from executor_svc.kernels_cpu.compile import Level, NoKernels, own_level
 from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder, pack_decoder
 from executor_svc.kernels_cpu.library import Library, load_library
 from executor_svc.kernels_cpu.packing import Format, quantise
@@ -38,6 +38,12 @@ def kernels() -> Library:
         return load_library()
     except NoKernels as error:
         pytest.skip(str(error))
+
+
+def kernels_level() -> Level:
+    """The one whose kernels this machine has. Skips as `kernels` does."""
+    kernels()
+    return own_level()
 
 
 def put_foreign(path: Path) -> None:

@@ -230,7 +230,7 @@ def test_images_run_as_the_user_compose_names(name: str) -> None:
     ("compiler", "said", "fits"),
     [
         (None, "CPU kernels for AVX-512: /opt/executor_svc/kernels_cpu/prebuilt/step-vectors-0.so\nno compiler", True),
-        (None, "no CPU kernels: slower: the processor lacks avx512f\nno compiler", True),
+        (None, "no CPU kernels: slower: the processor lacks fma\nno compiler", True),
         ("clang", "no CPU kernels: slower: they are for x86-64 processors, not for aarch64\nno compiler", True),
         ("", "no CPU kernels: slower: they are for x86-64 processors, not for aarch64\nno compiler", True),
         ("", "no CPU kernels: slower: no C++ compiler is installed (Debian's package g++)\nno compiler", True),

@@ -1,0 +1,185 @@
+// Products in floats and whole numbers: for processors with AVX2 alone.
+#pragma once
+
+#include "weights.h"
+
+namespace stepwire {
+
+// The weights of 16 columns of one piece, one row of 32 floats for each of 32 deep.
+template <Format format>
+inline void as_floats(const uint8_t* piece, int half, float* to) {
+  to += half * kTile;
+  const auto put = [&](int i, Floats first, Floats second) {
+    store(to + 2 * i * kPanel, first);
+    store(to + (2 * i + 1) * kPanel, second);
+  };
+  if constexpr (format == kDense) {
+    for (int i = 0; i < kTile; ++i) {
+      const Ints pairs = load_ints(piece + half * kTileBytes + 64 * i);
+      put(i, same_bits(shift_left(pairs, 16)), same_bits(mixed(all_ints(0), pairs)));
+    }
+  } else {
+    each_pair<format>(piece, half, put);
+  }
+}
+
+// out[rows][32] += x[rows][32 deep] * weights[32 deep][32]: as many sums as the registers hold.
+template <int rows>
+inline void add_products(const float* x, const float* weights, float* out) {
+  constexpr int kEights = kPanel / 8;
+  __m256 sums[rows][kEights];
+  for (int row = 0; row < rows; ++row) {
+    for (int i = 0; i < kEights; ++i) sums[row][i] = _mm256_loadu_ps(out + row * kPanel + 8 * i);
+  }
+#pragma GCC unroll 2
+  for (int deep = 0; deep < kTileDepth; ++deep) {
+    __m256 own[rows];
+    for (int row = 0; row < rows; ++row) own[row] = _mm256_broadcast_ss(x + row * kTileDepth + deep);
+    for (int i = 0; i < kEights; ++i) {
+      const __m256 eight = _mm256_load_ps(weights + deep * kPanel + 8 * i);
+      for (int row = 0; row < rows; ++row) sums[row][i] = _mm256_fmadd_ps(own[row], eight, sums[row][i]);
+    }
+  }
+  for (int row = 0; row < rows; ++row) {
+    for (int i = 0; i < kEights; ++i) _mm256_storeu_ps(out + row * kPanel + 8 * i, sums[row][i]);
+  }
+}
+
+// out[rows][32] = up to 32 rows of x times a panel; weights_of(k): its piece k as floats. Each row is summed over the depth
+// in the same order, however many there are.
+template <typename WeightsOf, typename Meanwhile>
+inline void multiply_floats(const bf16* x, int depth, int rows, float* out, const WeightsOf& weights_of,
+                            const Meanwhile& meanwhile) {
+  alignas(32) float own[2 * kTile * kTileDepth];
+  memset(out, 0, sizeof(float) * rows * kPanel);
+  for (int k = 0; k < depth / kTileDepth; ++k) {
+    const float* weights = weights_of(k);
+    for (int row = 0; row < rows; ++row) {
+      const bf16* from = x + static_cast<size_t>(row) * depth + k * kTileDepth;
+      store(own + row * kTileDepth, widen(load_halves(from)));
+      store(own + row * kTileDepth + kTile, widen(load_halves(from + kTile)));
+    }
+    for (int row = 0; row < rows; row += 3) {
+      const float* three = own + row * kTileDepth;
+      float* to = out + row * kPanel;
+      switch (rows - row) {
+        case 1: add_products<1>(three, weights, to); break;
+        case 2: add_products<2>(three, weights, to); break;
+        default: add_products<3>(three, weights, to);
+      }
+    }
+    meanwhile();
+  }
+}
+
+// out[rows][32] = rows [first, first + rows) of those that `groups` knows times a panel of quantised weights, in whole
+// numbers, 8 columns at a time.
+template <Format format, int rows>
+void multiply_few(const Groups& groups, int first, const uint8_t* panel, int pieces, float* out) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  memset(out, 0, sizeof(float) * rows * kPanel);
+  for (int k = 0; k < pieces; ++k) {
+    const uint8_t* piece = panel + k * kPieceBytes[format];
+    prefetch<format>(piece);
+    const int8_t* parts = groups.parts.get() + (k * Groups::kFew + first) * 64;
+    for (int eight = 0; eight < kPanel / 8; ++eight) {
+      const int half = eight / 2, at = eight % 2;
+      __m256i upper[rows], lower[rows];
+      for (int row = 0; row < rows; ++row) upper[row] = lower[row] = _mm256_setzero_si256();
+      const auto times = [&](__m256i numbers, int row, int part, int fours) {
+        int four;
+        memcpy(&four, parts + row * 64 + part * 32 + 4 * fours, 4);
+        return _mm256_maddubs_epi16(numbers, _mm256_set1_epi32(four));
+      };
+      if constexpr (format == kInt8) {
+        for (int i = 0; i < 8; ++i) {
+          const __m256i numbers = load_halves(piece + 512 * half + 64 * i + 32 * at);
+          for (int row = 0; row < rows; ++row) {
+            upper[row] = _mm256_add_epi32(upper[row], _mm256_madd_epi16(times(numbers, row, 0, i), ones));
+            lower[row] = _mm256_add_epi32(lower[row], _mm256_madd_epi16(times(numbers, row, 1, i), ones));
+          }
+        }
+      } else {
+        // Sixteen products of 64 and 15 stay within 16 bits.
+        const __m256i low = _mm256_set1_epi8(15);
+        for (int i = 0; i < 4; ++i) {
+          const __m256i both = load_halves(piece + 256 * half + 64 * i + 32 * at);
+          const __m256i even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+          for (int row = 0; row < rows; ++row) {
+            upper[row] = _mm256_add_epi16(upper[row], times(even, row, 0, 2 * i));
+            upper[row] = _mm256_add_epi16(upper[row], times(odd, row, 0, 2 * i + 1));
+            lower[row] = _mm256_add_epi16(lower[row], times(even, row, 1, 2 * i));
+            lower[row] = _mm256_add_epi16(lower[row], times(odd, row, 1, 2 * i + 1));
+          }
+        }
+        for (int row = 0; row < rows; ++row) {
+          upper[row] = _mm256_madd_epi16(upper[row], ones);
+          lower[row] = _mm256_madd_epi16(lower[row], ones);
+        }
+      }
+      const auto factors = [&](size_t from) {
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(piece + from + 32 * half + 16 * at)));
+      };
+      const __m256 scale = factors(format == kInt4 ? 512 : 1024);
+      const __m256 least = format == kInt4 ? factors(576) : _mm256_mul_ps(scale, _mm256_set1_ps(-128.0f));
+      for (int row = 0; row < rows; ++row) {
+        float* to = out + row * kPanel + 8 * eight;
+        const __m256i whole = _mm256_add_epi32(_mm256_slli_epi32(upper[row], 7), lower[row]);
+        const __m256 own = _mm256_mul_ps(scale, _mm256_set1_ps(groups.scales.get()[k * Groups::kFew + first + row]));
+        const __m256 sum = _mm256_set1_ps(groups.sums.get()[k * Groups::kRows + first + row]);
+        const __m256 scaled = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), own, _mm256_loadu_ps(to));
+        _mm256_storeu_ps(to, _mm256_fmadd_ps(sum, least, scaled));
+      }
+    }
+  }
+}
+
+// One panel times up to 32 rows of x; `use(0, rows, out)`.
+template <Format format, typename Use>
+void multiply_panel(const Matrix& matrix, int index, const bf16* x, const Groups& groups, int rows, const Use& use) {
+  alignas(32) float out[2 * kTile * kPanel];
+  const uint8_t* panel = matrix.panel(index);
+  if constexpr (format == kDense) {
+    alignas(32) float weights[kTileDepth * kPanel];
+    const auto piece = [&](int k) {
+      const uint8_t* from = panel + k * kPieceBytes[kDense];
+      prefetch<kDense>(from);
+      for (int half : {0, 1}) as_floats<kDense>(from, half, weights);
+      return weights;
+    };
+    multiply_floats(x, matrix.depth, rows, out, piece, [] {});
+  } else {
+    const int pieces = matrix.num_pieces();
+    for (int first = 0; first < rows; first += 4) {
+      float* to = out + first * kPanel;
+      switch (rows - first) {
+        case 1: multiply_few<format, 1>(groups, first, panel, pieces, to); break;
+        case 2: multiply_few<format, 2>(groups, first, panel, pieces, to); break;
+        case 3: multiply_few<format, 3>(groups, first, panel, pieces, to); break;
+        default: multiply_few<format, 4>(groups, first, panel, pieces, to);
+      }
+    }
+  }
+  use(0, rows, out);
+}
+
+// What a panel is made before many rows go by: floats.
+constexpr size_t kReadyBytes = sizeof(float) * kTileDepth * kPanel;
+template <Format format>
+constexpr bool kIsReady = false;
+
+// out[rows][32] = up to 32 rows of x times a panel that is ready.
+template <typename Meanwhile>
+void multiply_ready(const bf16* x, int depth, int rows, const uint8_t* panel, float* out, const Meanwhile& meanwhile) {
+  const auto* weights = reinterpret_cast<const float*>(panel);
+  multiply_floats(x, depth, rows, out, [&](int k) { return weights + k * kTileDepth * kPanel; }, meanwhile);
+}
+
+// One half of a piece made ready, where all of it shall be.
+template <Format format>
+inline void prepare(const uint8_t* piece, int half, uint8_t* ready) {
+  if (half == 0) prefetch<format>(piece);
+  as_floats<format>(piece, half, reinterpret_cast<float*>(ready));
+}
+
+}  // namespace stepwire
