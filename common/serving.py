@@ -1,12 +1,14 @@
 """How a service process begins, and how it says where it listens: the same in both."""
 
+import contextlib
 import errno
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from common.config import EXIT_CONFIG, Loaded, ServiceConfig, load_config
 from common.errors import ConfigError
@@ -14,9 +16,12 @@ from common.standard_streams import leave_standard_stream
 
 C = TypeVar("C", bound=ServiceConfig)
 
+# More connections than one process can serve.
+MAX_FILES: Final = 65536
+
 
 def begin(kind: type[C], argv: Sequence[str]) -> Loaded[C]:
-    """Reads the configuration, starts the log and lists in it what the service runs with.
+    """Reads the configuration, starts the log and lists in it what the service runs with; allows many open files.
 
     Leaves with SystemExit: EXIT_CONFIG after a line on standard error when something is wrong, 0 after --help.
     """
@@ -37,7 +42,18 @@ def begin(kind: type[C], argv: Sequence[str]) -> Loaded[C]:
         stream=sys.stderr,
     )
     logging.getLogger(__name__).info("%s", loaded.listing())
+    allow_many_files()
     return loaded
+
+
+def allow_many_files() -> None:
+    """As many as the hard limit lets: each connection is one. The usual soft limit of 1024 is select's, which nothing
+    here uses; clients that fill it keep a scheduler from its executors too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system with a limit of its own below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bound_address(listen: str, port: int) -> str:

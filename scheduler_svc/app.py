@@ -83,7 +83,7 @@ async def serve(config: SchedulerConfig, parts: Parts, worker_command: Sequence[
         if counts is not None:
             metrics = serve_scheduler_metrics(config.metrics_listen, engine, counts)
         api = (
-            WorkerPool(config, engine, PoolOptions(worker_command))
+            WorkerPool(config, engine, PoolOptions(worker_command, auth_tokens(config)))
             if config.api_workers
             else _LocalApi(config, parts, engine, clock)
         )
@@ -125,7 +125,7 @@ class _LocalApi:
         )
         worker.connect(engine.add_worker(worker))
         self._server = build_server(
-            api_options(config, parts.version),
+            api_options(config, parts.version, auth_tokens(config)),
             worker,
             parts.tokenizer,
             parts.model,
@@ -222,8 +222,16 @@ def core_config(config: SchedulerConfig) -> CoreConfig:
     )
 
 
-def api_options(config: SchedulerConfig, version: str, shared: Sequence[str] = ()) -> ApiOptions:
-    """`shared`: where an api worker listens, with others. Raises ConfigError for a tokens file that can not be read."""
+def auth_tokens(config: SchedulerConfig) -> tuple[str, ...]:
+    """What the service accepts as long as it runs; none: everybody. Raises ConfigError for a file that can not be
+    read."""
+    return read_tokens(config.auth_tokens_file) if config.auth_tokens_file is not None else ()
+
+
+def api_options(
+    config: SchedulerConfig, version: str, tokens: tuple[str, ...], shared: Sequence[str] = ()
+) -> ApiOptions:
+    """`shared`: where an api worker listens, with others."""
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -233,7 +241,7 @@ def api_options(config: SchedulerConfig, version: str, shared: Sequence[str] = (
         share_port=bool(shared),
         max_message_bytes=config.max_message_bytes,
         tls=tls,
-        auth_tokens=read_tokens(config.auth_tokens_file) if config.auth_tokens_file is not None else (),
+        auth_tokens=tokens,
         slow_reader_s=config.slow_reader_s,
         allow_request_templates=config.allow_request_templates,
         drain_s=config.drain_s,

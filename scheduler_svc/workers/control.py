@@ -1,6 +1,6 @@
 """What the core process and a worker process say about the worker itself, beside the messages of a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,7 +8,8 @@ class Setup:
     """Core to worker, the first message. `config`: the core's SchedulerConfig as JSON, so that both mean the same.
 
     `signature`: of all messages, by the core's code. `listen`: what to bind, with ports already drawn. `num_workers`:
-    that share limits of the whole service.
+    that share limits of the whole service. `auth_tokens`: as the core read them when it started, so that a worker which
+    comes later accepts the same as the others.
     """
 
     signature: str
@@ -16,6 +17,7 @@ class Setup:
     num_workers: int
     listen: tuple[str, ...]
     config: str
+    auth_tokens: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ place and its addresses, under a new worker id, so that no key is ever used twic
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from common.config import EXIT_CONFIG
@@ -36,9 +36,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """`command`: starts a worker process; the number of its socket is added. Pauses double between the two."""
+    """`command`: starts a worker process; the number of its socket is added. `auth_tokens`: that all of them accept.
+    Pauses double between the two."""
 
     command: Sequence[str]
+    auth_tokens: tuple[str, ...] = field(default=(), repr=False)
     first_pause_s: float = 0.5
     max_pause_s: float = 5.0
 
@@ -144,6 +146,7 @@ class WorkerPool:
                 num_workers=self._config.api_workers,
                 listen=self.addresses.of(place),
                 config=self._config.model_dump_json(),
+                auth_tokens=self._options.auth_tokens,
             ),
             self._engine,
         )

@@ -119,7 +119,7 @@ class _Process:
         early, self._early = self._early, []
         self._on_messages(early)
         return build_server(
-            api_options(config, parts.version, setup.listen),
+            api_options(config, parts.version, setup.auth_tokens, setup.listen),
             worker,
             parts.tokenizer,
             parts.model,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -341,25 +342,53 @@ def test_nobody_starts_a_worker_by_hand(tmp_path: Path) -> None:
         assert "--api-workers" in child.log
 
 
-def test_a_file_that_broke_since_the_start_ends_nobody_elses_streams(tmp_path: Path) -> None:
-    """A worker that dies then has no successor until the file is mended; the others serve on."""
+def test_a_place_lost_since_the_start_ends_nobody_elses_streams(tmp_path: Path) -> None:
+    """A worker that dies then has no successor until its address can be had again; the others serve on."""
+
+    async def main() -> None:
+        path = tmp_path / "s"
+        with toy(tmp_path) as executor:
+            address = await bound(tmp_path, executor)
+            own = ["--api-workers", "2", "--listen", f"unix:{path}", "--executors", address]
+            with process("tests.fakes.toy_scheduler_main",
+                         [*own, "--worker-listen", "127.0.0.1:0", "--address-file", str(tmp_path / "api")],
+                         tmp_path / "scheduler.log") as child:  # fmt: skip
+                _, first, port_1, _, port_2 = (await written(tmp_path / "api", child)).split("\n")
+                served = Service(child, ["", port_1, port_2])
+                async with grpc.aio.insecure_channel(first) as one, grpc.aio.insecure_channel(port_2) as two:
+                    await ready(one)
+                    await ready(two)
+                    dead = served.worker(0)
+                    with socket.socket(socket.AF_UNIX) as other:
+                        dead.kill()
+                        await asyncio.to_thread(os.unlink, f"{path}.1")
+                        other.bind(f"{path}.1")
+                        other.listen()
+                        while child.log.count("another starts in") < 2:  # noqa: ASYNC110 - another process writes it
+                            await asyncio.sleep(0.01)
+                        stream = inference_pb2_grpc.InferenceStub(two).Generate(generate_request(12))
+                        assert await rest(stream) == oracle(prompts(1)[0], seeded(1, 12))
+                    await again_ready(one)
+
+    run(main(), 60.0)
+
+
+def test_a_later_worker_accepts_the_tokens_of_the_start(tmp_path: Path) -> None:
+    """Or a caller would be let in or not as the kernel chooses among workers."""
 
     async def main() -> None:
         tokens = tmp_path / "tokens"
         tokens.write_text("correct-horse\n")
         bearer = (("authorization", "Bearer correct-horse"),)
         async with service(tmp_path, "--auth-tokens-file", str(tokens)) as served, contextlib.AsyncExitStack() as stack:
-            one, two = [await stack.enter_async_context(grpc.aio.insecure_channel(a)) for a in served.addresses[1:]]
+            one = await stack.enter_async_context(grpc.aio.insecure_channel(served.addresses[1]))
             await ready(one)
-            await ready(two)
-            tokens.write_text("")
+            tokens.write_text("battery-staple\n")
             served.worker(0).kill()
-            while served.child.log.count("another starts in") < 2:  # noqa: ASYNC110 - written by another process
+            while "another starts in" not in served.child.log:  # noqa: ASYNC110 - written by another process
                 await asyncio.sleep(0.01)
-            request = generate_request(12)
-            stream = inference_pb2_grpc.InferenceStub(two).Generate(request, metadata=bearer)
-            assert await rest(stream) == oracle(prompts(1)[0], seeded(1, 12))
-            tokens.write_text("correct-horse\n")
             await again_ready(one)
+            stream = inference_pb2_grpc.InferenceStub(one).Generate(generate_request(12), metadata=bearer)
+            assert await rest(stream) == oracle(prompts(1)[0], seeded(1, 12))
 
     run(main(), 60.0)

@@ -1,7 +1,9 @@
-"""Addresses that somebody else serves."""
+"""How a service begins: addresses that somebody else serves, its limit of open files."""
 
 import asyncio
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,3 +54,17 @@ def test_no_server_takes_anothers_path(bind_to: Callable[[grpc.aio.Server, str],
         await third.stop(None)
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(("hard", "least"), [(4000, 4000), (100, 100)])
+def test_a_service_may_open_as_many_files_as_the_system_lets_it(hard: int, least: int) -> None:
+    program = (
+        "import resource\n"
+        "from common.serving import begin\n"
+        "from scheduler_svc.config import SchedulerConfig\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
+        "begin(SchedulerConfig, [])\n"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(least), str(hard)], done.stderr
