@@ -20,6 +20,7 @@ from stepwire_client.options import (
     Tls,
     call_metadata,
     channel_options,
+    limit_of,
     pause_before_retry,
 )
 from stepwire_client.requests import (
@@ -337,7 +338,7 @@ class AsyncClient:
         def start(timeout: float | None) -> Any:
             return self._admin[next(self._turn)].WatchSteps(request, timeout=timeout, metadata=self._metadata)
 
-        return AsyncStream(start, decode_steps, lambda: None, deadline, self._retry)
+        return AsyncStream(start, decode_steps, lambda: None, limit_of(deadline), self._retry)
 
     async def reset_prefix_cache(self, *, deadline: float | None = None) -> CacheReset:
         """From now on no request finds anything in the prefix cache that was computed before."""
@@ -371,13 +372,13 @@ class AsyncClient:
     # ------------------------------------------------------------------------------------------------------ calls
 
     def _limit(self, deadline: float | None) -> float | None:
-        return self._deadline if deadline is None else deadline
+        return limit_of(deadline, self._deadline)
 
     async def _call(
         self, method: Callable[[int], Any], request: Any, deadline: float | None, limited: bool = True
     ) -> Any:
         """One unary call, tried again as `retry` says. `method` picks the callable of the channel whose turn it is."""
-        limit = self._limit(deadline) if limited else deadline
+        limit = self._limit(deadline) if limited else limit_of(deadline)
         give_up_at = None if limit is None else self._loop.time() + limit
         pauses = self._retry.pauses()
         while True:

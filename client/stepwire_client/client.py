@@ -19,6 +19,7 @@ from stepwire_client.options import (
     Tls,
     call_metadata,
     channel_options,
+    limit_of,
     pause_before_retry,
 )
 from stepwire_client.requests import (
@@ -326,7 +327,7 @@ class Client:
         def start(timeout: float | None) -> Any:
             return self._admin[next(self._turn)].WatchSteps(request, timeout=timeout, metadata=self._metadata)
 
-        return Stream(start, decode_steps, lambda: None, deadline, self._retry)
+        return Stream(start, decode_steps, lambda: None, limit_of(deadline), self._retry)
 
     def reset_prefix_cache(self, *, deadline: float | None = None) -> CacheReset:
         """From now on no request finds anything in the prefix cache that was computed before."""
@@ -357,13 +358,13 @@ class Client:
     # ------------------------------------------------------------------------------------------------------ calls
 
     def _limit(self, deadline: float | None) -> float | None:
-        return self._deadline if deadline is None else deadline
+        return limit_of(deadline, self._deadline)
 
     def _call(
         self, method: Callable[[int], Callable[..., R]], request: Any, deadline: float | None, limited: bool = True
     ) -> R:
         """One unary call, tried again as `retry` says. `method` picks the callable of the channel whose turn it is."""
-        limit = self._limit(deadline) if limited else deadline
+        limit = self._limit(deadline) if limited else limit_of(deadline)
         give_up_at = None if limit is None else time.monotonic() + limit
         pauses = self._retry.pauses()
         while True:

@@ -1,5 +1,6 @@
 """Where a client connects, how, and how often it tries."""
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from stepwire_client.errors import StepwireError, Unavailable
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+# gRPC takes a time past what it can count for one that is over.
+LONGEST_DEADLINE_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,17 @@ def pause_before_retry(
     pause = max(pause, error.retry_after or 0.0)
     longest = retry.longest_s if time_left is None else min(retry.longest_s, time_left)
     return pause if pause < longest else None
+
+
+def limit_of(deadline: float | None, otherwise: float | None = None) -> float | None:
+    """Seconds for a call that was given `deadline`; None: no limit, as with one that lasts for ever.
+
+    Raises ValueError when it is no number.
+    """
+    limit = otherwise if deadline is None else deadline
+    if limit is not None and math.isnan(limit):
+        raise ValueError("the deadline is not a number of seconds")
+    return None if limit is None or limit > LONGEST_DEADLINE_S else limit
 
 
 def is_local(address: str) -> bool:

@@ -1,5 +1,6 @@
 """The synchronous client against a scripted server."""
 
+import asyncio
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,23 @@ def test_texts_and_completion_agree(served: tuple[FakeInference, sw.Client]) -> 
     whole = client.complete("Hi")
     assert server.requests[1].HasField("stream") and not server.requests[1].stream
     assert (whole.text, whole.token_ids, whole.finish_reason) == ("Hello world", (5, 6), "eos")
+
+
+@pytest.mark.parametrize("forever", [float("inf"), 1e300, 1e10])
+def test_a_deadline_that_never_comes_is_none(served: tuple[FakeInference, sw.Client], forever: float) -> None:
+    _, client = served
+    assert client.complete("Hi", deadline=forever).text == "Hello world"
+    assert client.model_info(deadline=forever).model
+    client.watch_steps(deadline=forever).close()
+
+    async def ask() -> None:
+        async with sw.AsyncClient(client.address, deadline=forever) as other:
+            assert (await other.complete("Hi")).text == "Hello world"
+            assert (await other.model_info()).model
+
+    asyncio.run(ask())
+    with pytest.raises(ValueError, match="not a number"):
+        client.complete("Hi", deadline=float("nan"))
 
 
 def test_chat_takes_messages_and_mappings(served: tuple[FakeInference, sw.Client]) -> None:
