@@ -133,6 +133,10 @@ class Attention {
       for (; count < most_groups && at < end; ++count, at += kKeys) {
         const int64_t first = std::max(at, begin), size = std::min(at + kKeys, end) - first;
         groups[count] = {first, static_cast<int>((size + 2 * kTile - 1) / (2 * kTile) * 2), count, first > begin};
+        if constexpr (!kHasTiles) {
+          fetch(span, kv_head, groups[count], keys);
+          fetch(span, kv_head, groups[count], values);
+        }
         score(span, kv_head, groups[count], keys, space);
       }
       for (int i = 0; i < count; ++i) {
@@ -174,6 +178,17 @@ class Attention {
     config.rows[6] = config.rows[7] = kTile / 2;
     config.row_bytes[5] = sizeof(bf16) * kTile;
     tiles_begin(config);
+  }
+
+  // Asks for all of a group's pieces at once: products of few rows without tiles have too little under way to hide how
+  // long each takes to come.
+  void fetch(const Span& span, int kv_head, const Keys& group, const bf16* cache) const {
+    for (int piece = 0; cache_.is_tiled() && piece < group.pieces; ++piece) {
+      const bf16* from = sixteen(span, kv_head, group.first + piece * kTile, cache, nullptr, &CacheShape::into_keys);
+      for (int i = 0; i < kTile * cache_.head_dim; i += 32) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+      }
+    }
   }
 
   void score(const Span& span, int kv_head, const Keys& group, const bf16* keys, AttentionSpace& space) const {
