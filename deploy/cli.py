@@ -270,6 +270,8 @@ def _report(error: Exception) -> int:
             return 130
         case ConfigError() | ModelError():
             text, status = error.message, 2
+        case Unavailable() if not error.reason and error.message.startswith(("Stream removed", "Socket closed")):
+            text, status = f"the connection was lost: {error.message}", 1
         case Unavailable() if not error.reason:
             text, status = f"no server answers: {error.message}; start one with: stepwire up", 1
         case StepwireError():

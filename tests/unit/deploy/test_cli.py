@@ -128,6 +128,17 @@ def test_a_group_alone_shows_its_help(group: list[str], capsys: Capture) -> None
     assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['stepwire', *group])} ")
 
 
+def test_a_server_that_went_away_is_not_one_that_never_was(
+    served: tuple[FakeInference, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*arguments: object) -> None:
+        raise Unavailable("Stream removed (Socket closed)")
+
+    monkeypatch.setattr(calls, "generate", lost)
+    assert run(["generate", "Hi", "--address", served[1]]) == 1
+    assert capsys.readouterr().err == "stepwire: the connection was lost: Stream removed (Socket closed)\n"
+
+
 def test_version(capsys: Capture) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"{version('stepwire')}\n"
