@@ -56,8 +56,8 @@ void multiply_rows(const uint8_t* panel, const Matrix& matrix, const bf16* x, in
   next.finish();
 }
 
-// How many rows of x go by all panels before the next: as many as stay in the second cache (2 MB, or
-// half of one beside AVX2) with panels and sums.
+// How many rows of x go by all panels before the next: as many as stay in the second cache (2 MB; 512 KB where there is AVX2
+// alone) beside panels and sums.
 inline int rows_together(const Matrix& matrix, int rows) {
   constexpr size_t kMost = kHasAvx512 ? 1 << 20 : 1 << 18;
   const size_t bytes = sizeof(bf16) * matrix.depth * rows, parts = (bytes + kMost - 1) / kMost;
