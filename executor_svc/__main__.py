@@ -4,14 +4,17 @@ import sys
 from pathlib import Path
 
 import common
-from common.standard_streams import end_on_interrupt, fill_standard_streams
 from executor_svc.process_end import leave
+
+
+def has_own_common() -> bool:
+    """Whether it is this checkout's. Stands in both services: a foreign one could not be asked for it."""
+    return Path(common.__file__ or "").resolve().parent == Path(__file__).resolve().parent.parent / "common"
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 after a drain, EXIT_CONFIG when starting again can not help, else 1."""
-    # Stands in both services: a foreign `common` could not be asked for it.
-    if Path(common.__file__ or "").resolve().parent != Path(__file__).resolve().parent.parent / "common":
+    if not has_own_common():
         sys.stderr.write(
             f"stepwire executor: the package `common` comes from {common.__file__}, not from this checkout: start it "
             "with `python -P` in an environment of its own\n"
@@ -57,6 +60,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    fill_standard_streams()
-    end_on_interrupt()
+    if has_own_common():
+        from common.standard_streams import end_on_interrupt, fill_standard_streams
+
+        fill_standard_streams()
+        end_on_interrupt()
     leave(main(sys.argv[1:]))

@@ -226,7 +226,11 @@ def test_empty_model_directory_is_a_clear_error(tmp_path: Path, module: str) -> 
 @pytest.mark.parametrize("module", ["executor_svc", "scheduler_svc"])
 def test_a_foreign_common_package_is_refused(tmp_path: Path, module: str) -> None:
     (tmp_path / "common").mkdir()
-    (tmp_path / "common" / "__init__.py").write_text("")
+    # An editable installation would lend it the modules it lacks.
+    (tmp_path / "common" / "__init__.py").write_text(
+        "import sys\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]\n"
+    )
     env = child_env()
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
     child = Process(module, ["--help"], tmp_path / "log", env)
