@@ -3,7 +3,7 @@ because in the tests' own the interpreter stands in for the compiler.
 
 Each launcher is called as it is in service; instead of a launch its kernel is compiled with the arguments it got.
 Takes which of how many shares of the cases to compile; prints one JSON object: name of the case to a list of what was
-compiled. FULL_AHEAD=1 compiles every kind of attention for steps with chunks too, not two of them alone.
+compiled.
 """
 
 import json
@@ -65,8 +65,6 @@ INSTRUCTIONS = {
 }
 _PLACE = re.compile(r"(@!?%p\d+ )?\t?(ld|st)\.global[^\[]*\[ *(%rd\d+ \+ \d+) *\]")
 _TOUCHES_MEMORY = re.compile(r"\b(ld|st|atom|red)\.global|cp\.async\.\w+\.shared\.global")
-
-IS_FULL = os.environ.get("FULL_AHEAD") == "1"
 
 compiled: list[dict[str, Any]] = []
 
@@ -265,8 +263,7 @@ def decode_cases() -> dict[str, Callable[[], None]]:
     cases: dict[str, Callable[[], None]] = {}
     for kind, told in kinds.items():
         cases[f"decode, {kind}"] = partial(decode, **told)
-        if IS_FULL or kind in ("l1b", "l8b"):
-            cases[f"decode, {kind}, mixed"] = partial(decode, **told, is_mixed=True)
+        cases[f"decode, {kind}, mixed"] = partial(decode, **told, is_mixed=True)
     return cases
 
 
