@@ -221,8 +221,7 @@ class Attention {
       return greatest_of(best);
     }
     // Distances from the first position that is seen: those before it are large numbers without a sign.
-    Ints away = from_zero();
-    away = add(away, all_ints(static_cast<int>(group.first - from)));
+    Ints away = add(from_zero(), all_ints(static_cast<int>(group.first - from)));
     const Ints size = all_ints(static_cast<int>(to - from));
     const Floats hidden = all(kHidden);
     for (int piece = 0; piece < group.pieces; ++piece) {

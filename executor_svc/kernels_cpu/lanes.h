@@ -83,6 +83,8 @@ inline void store_every_second(bf16* to, int odd, Halves x) {
   _mm512_mask_storeu_epi16(to, odd ? 0xaaaaaaaa : 0x55555555, wide);
 }
 inline Halves narrow(Floats x) { return (Halves)_mm512_cvtneps_pbh(x); }  // to bfloat16, the nearest
+// sums[i] + a[i][0] * b[i][0] + a[i][1] * b[i][1], of pairs of bfloat16.
+inline Floats dot_pairs(Floats sums, Ints a, Ints b) { return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b); }
 
 inline Floats nearest_whole(Floats x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -241,6 +243,13 @@ inline Halves narrow(Floats x) {  // to bfloat16, the nearest
     return _mm256_srli_epi32(_mm256_blendv_epi8(near, quiet, _mm256_castps_si256(is_nan)), 16);
   };
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(x.low), rounded(x.high)), 0xd8);
+}
+// Of each pair of bfloat16.
+inline Floats first_of_pairs(Ints x) { return same_bits(shift_left(x, 16)); }
+inline Floats second_of_pairs(Ints x) { return same_bits(mixed(all_ints(0), x)); }
+// sums[i] + a[i][0] * b[i][0] + a[i][1] * b[i][1], of pairs of bfloat16.
+inline Floats dot_pairs(Floats sums, Ints a, Ints b) {
+  return fma(second_of_pairs(a), second_of_pairs(b), fma(first_of_pairs(a), first_of_pairs(b), sums));
 }
 
 inline Floats nearest_whole(Floats x) {

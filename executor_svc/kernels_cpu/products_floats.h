@@ -16,7 +16,7 @@ inline void as_floats(const uint8_t* piece, int half, float* to) {
   if constexpr (format == kDense) {
     for (int i = 0; i < kTile; ++i) {
       const Ints pairs = load_ints(piece + half * kTileBytes + 64 * i);
-      put(i, same_bits(shift_left(pairs, 16)), same_bits(mixed(all_ints(0), pairs)));
+      put(i, first_of_pairs(pairs), second_of_pairs(pairs));
     }
   } else {
     each_pair<format>(piece, half, put);
@@ -59,15 +59,9 @@ inline void multiply_floats(const bf16* x, int depth, int rows, float* out, cons
       store(own + row * kTileDepth, widen(load_halves(from)));
       store(own + row * kTileDepth + kTile, widen(load_halves(from + kTile)));
     }
-    for (int row = 0; row < rows; row += 3) {
-      const float* three = own + row * kTileDepth;
-      float* to = out + row * kPanel;
-      switch (rows - row) {
-        case 1: add_products<1>(three, weights, to); break;
-        case 2: add_products<2>(three, weights, to); break;
-        default: add_products<3>(three, weights, to);
-      }
-    }
+    in_blocks<3>(0, rows, [&]<int count>(int row) {
+      add_products<count>(own + row * kTileDepth, weights, out + row * kPanel);
+    });
     meanwhile();
   }
 }
@@ -149,16 +143,9 @@ void multiply_panel(const Matrix& matrix, int index, const bf16* x, const Groups
     };
     multiply_floats(x, matrix.depth, rows, out, piece, [] {});
   } else {
-    const int pieces = matrix.num_pieces();
-    for (int first = 0; first < rows; first += 4) {
-      float* to = out + first * kPanel;
-      switch (rows - first) {
-        case 1: multiply_few<format, 1>(groups, first, panel, pieces, to); break;
-        case 2: multiply_few<format, 2>(groups, first, panel, pieces, to); break;
-        case 3: multiply_few<format, 3>(groups, first, panel, pieces, to); break;
-        default: multiply_few<format, 4>(groups, first, panel, pieces, to);
-      }
-    }
+    in_blocks<4>(0, rows, [&]<int count>(int first) {
+      multiply_few<format, count>(groups, first, panel, matrix.num_pieces(), out + first * kPanel);
+    });
   }
   use(0, rows, out);
 }

@@ -28,9 +28,7 @@ inline void widen_numbers(const uint8_t* piece, uint8_t* tiles) {
     const Ints low_byte = all_ints(255);
     for (int i = 0; i < kTile; ++i) {
       const Ints four = load_ints(piece + 64 * i);
-      const auto number = [&](int at) {
-        return to_floats(_mm512_and_si512(shift_right(four, 8 * at), low_byte));
-      };
+      const auto number = [&](int at) { return to_floats(_mm512_and_si512(shift_right(four, 8 * at), low_byte)); };
       store_ints(tiles + 128 * i, round_pairs(number(0), number(1)));
       store_ints(tiles + 128 * i + 64, round_pairs(number(2), number(3)));
     }

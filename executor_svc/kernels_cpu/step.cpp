@@ -12,8 +12,8 @@
 
 #include "attention.h"
 #include "batch.h"
-#include "threads.h"
 #include "products.h"
+#include "threads.h"
 
 namespace stepwire {
 

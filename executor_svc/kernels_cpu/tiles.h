@@ -51,6 +51,13 @@ class Buffer {
   size_t size_ = 0;
 };
 
+// work<count>(first) for blocks of `most` rows from `first` on, and one of those that are left.
+template <int most, typename Work>
+inline void in_blocks(int first, int rows, const Work& work) {
+  for (; first + most <= rows; first += most) work.template operator()<most>(first);
+  if constexpr (most > 1) in_blocks<most - 1>(first, rows, work);
+}
+
 // The registers' shapes, as the processor reads them. What a register has less than the most takes less time.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -107,73 +114,44 @@ inline void tile_load(int t, const void* from, size_t stride) {
   registers[t].from = static_cast<const uint8_t*>(from);
   registers[t].stride = stride;
 }
+// A register's own sums; those that were loaded are fetched first.
+inline Tile& with_sums(int t) {
+  Tile& own = registers[t];
+  for (int row = 0; own.from != nullptr && row < shapes.rows[t]; ++row) {
+    memcpy(own.sums[row], own.from + row * own.stride, sizeof(own.sums[row]));
+  }
+  own.from = nullptr;
+  return own;
+}
 inline void tile_store(int t, void* to, size_t stride) {
+  const Tile& own = with_sums(t);
   for (int row = 0; row < shapes.rows[t]; ++row) {
-    memcpy(static_cast<uint8_t*>(to) + row * stride, registers[t].sums[row], sizeof(registers[t].sums[row]));
+    memcpy(static_cast<uint8_t*>(to) + row * stride, own.sums[row], sizeof(own.sums[row]));
   }
 }
 
-// sums[rows][16] += a[rows][pairs] * b[pairs][16], of pairs of bfloat16.
+// sums[rows][16] += a[rows][pairs] * b[pairs][16], of pairs of bfloat16. `stride`: bytes between rows of a.
 template <int rows>
 inline void dot_rows(float (*sums)[kTile], const uint8_t* a, size_t stride, const Tile& b, int pairs) {
-#if defined(STEPWIRE_AVX512)
-  for (int row = 0; row < rows; ++row) {
-    __m512 sum = _mm512_load_ps(sums[row]);
-    for (int pair = 0; pair < pairs; ++pair) {
-      int both;
-      memcpy(&both, a + row * stride + 4 * pair, 4);
-      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both),
-                             (__m512bh)_mm512_loadu_si512(b.from + pair * b.stride));
-    }
-    _mm512_store_ps(sums[row], sum);
-  }
-#else
-  const __m256i odd = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  const auto first = [](__m256i pair) { return _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)); };
-  const auto second = [&](__m256i pair) { return _mm256_castsi256_ps(_mm256_and_si256(pair, odd)); };
-  __m256 low[rows], high[rows];
-  for (int row = 0; row < rows; ++row) {
-    low[row] = _mm256_load_ps(sums[row]);
-    high[row] = _mm256_load_ps(sums[row] + 8);
-  }
+  Floats own[rows];
+  for (int row = 0; row < rows; ++row) own[row] = load(sums[row]);
   for (int pair = 0; pair < pairs; ++pair) {
-    const __m256i left = load_halves(b.from + pair * b.stride), right = load_halves(b.from + pair * b.stride + 32);
-    const __m256 left_first = first(left), left_second = second(left);
-    const __m256 right_first = first(right), right_second = second(right);
+    const Ints right = load_ints(b.from + pair * b.stride);
     for (int row = 0; row < rows; ++row) {
-      int both;
-      memcpy(&both, a + row * stride + 4 * pair, 4);
-      const __m256i own = _mm256_set1_epi32(both);
-      low[row] = _mm256_fmadd_ps(first(own), left_first, low[row]);
-      high[row] = _mm256_fmadd_ps(first(own), right_first, high[row]);
-      low[row] = _mm256_fmadd_ps(second(own), left_second, low[row]);
-      high[row] = _mm256_fmadd_ps(second(own), right_second, high[row]);
+      int left;
+      memcpy(&left, a + row * stride + 4 * pair, 4);
+      own[row] = dot_pairs(own[row], all_ints(left), right);
     }
   }
-  for (int row = 0; row < rows; ++row) {
-    _mm256_store_ps(sums[row], low[row]);
-    _mm256_store_ps(sums[row] + 8, high[row]);
-  }
-#endif
+  for (int row = 0; row < rows; ++row) store(sums[row], own[row]);
 }
 
 inline void tile_dot(int c, int a, int b) {
-  Tile& own = registers[c];
+  Tile& own = with_sums(c);
   const Tile &left = registers[a], &right = registers[b];
-  const int rows = shapes.rows[c], pairs = shapes.rows[b];
-  if (own.from != nullptr) {  // sums that were loaded
-    for (int row = 0; row < rows; ++row) memcpy(own.sums[row], own.from + row * own.stride, sizeof(own.sums[row]));
-    own.from = nullptr;
-  }
-  for (int row = 0; row < rows; row += 4) {
-    const uint8_t* from = left.from + row * left.stride;
-    switch (rows - row) {
-      case 1: dot_rows<1>(own.sums + row, from, left.stride, right, pairs); break;
-      case 2: dot_rows<2>(own.sums + row, from, left.stride, right, pairs); break;
-      case 3: dot_rows<3>(own.sums + row, from, left.stride, right, pairs); break;
-      default: dot_rows<4>(own.sums + row, from, left.stride, right, pairs);
-    }
-  }
+  in_blocks<4>(0, shapes.rows[c], [&]<int count>(int row) {
+    dot_rows<count>(own.sums + row, left.from + row * left.stride, left.stride, right, shapes.rows[b]);
+  });
 }
 
 #define TILE_ZERO(t) tile_zero(t)

@@ -140,8 +140,7 @@ struct Groups {
         const Floats high = stepwire::widen(load_halves(from + kTile));
         const float largest = greatest_of(max(absolute(low), absolute(high)));
         const Floats factor = all(largest > 0.0f ? kMost / largest : 0.0f);
-        const Ints whole[2] = {to_ints(mul(low, factor)),
-                                  to_ints(mul(high, factor))};
+        const Ints whole[2] = {to_ints(mul(low, factor)), to_ints(mul(high, factor))};
         __m128i first[2], second[2];
         for (int i = 0; i < 2; ++i) {
           const Ints upper = shift_right_signed(add(whole[i], all_ints(64)), 7);
@@ -159,8 +158,7 @@ struct Groups {
         const float scale = largest / kMost + 0.0f * sum_of(add(low, high));
         scales.get()[group * kFew + row] = scale;
         // Of what the parts say: of x itself, the error of rounding would meet the minima unbalanced.
-        const int all = sum_of(add(whole[0], whole[1]));
-        sums.get()[group * kRows + row] = scale * static_cast<float>(all);
+        sums.get()[group * kRows + row] = scale * static_cast<float>(sum_of(add(whole[0], whole[1])));
       }
     }
   }
