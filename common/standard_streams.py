@@ -13,19 +13,18 @@ def fill_standard_streams() -> None:
     written what libraries say on standard error. Call first, before anything is open."""
     for number, (name, mode) in enumerate(_MODES):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
-            os.dup2(opened, number)  # inheritable: children get it too
-            if opened != number:
-                os.close(opened)
-            os.set_inheritable(number, True)
+            leave_standard_stream(number)
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long as the process
 
 
 def leave_standard_stream(number: int) -> None:
-    """Its reader is gone: from now on it is /dev/null, so that neither a later write nor the exit fails."""
-    opened = os.open(os.devnull, os.O_WRONLY)
+    """Nobody is at its other end: from now on it is /dev/null, here and in children, so that neither a later write nor
+    the exit fails."""
+    opened = os.open(os.devnull, os.O_RDWR)
     os.dup2(opened, number)
-    os.close(opened)
+    if opened != number:  # else it was closed
+        os.close(opened)
+    os.set_inheritable(number, True)
 
 
 def end_on_interrupt() -> None:

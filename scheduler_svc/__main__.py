@@ -7,19 +7,19 @@ from pathlib import Path
 import common
 
 
-def has_own_common() -> bool:
-    """Whether it is this checkout's. Stands in both services: a foreign one could not be asked for it."""
-    return Path(common.__file__ or "").resolve().parent == Path(__file__).resolve().parent.parent / "common"
-
-
-def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 after a drain, EXIT_CONFIG when starting again can not help, else 1."""
-    if not has_own_common():
+def refuse_foreign_common() -> None:
+    """Leaves with SystemExit unless `common` is this checkout's. Stands in both services: a foreign one could not be
+    asked for it."""
+    if Path(common.__file__ or "").resolve().parent != Path(__file__).resolve().parent.parent / "common":
         sys.stderr.write(
             f"stepwire scheduler: the package `common` comes from {common.__file__}, not from this checkout: start it "
             "with `python -P` in an environment of its own\n"
         )
-        return 2
+        raise SystemExit(2)
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 0 after a drain, EXIT_CONFIG when starting again can not help, else 1."""
     import uvloop
 
     from common.config import EXIT_CONFIG
@@ -43,11 +43,11 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if has_own_common():
-        from common.standard_streams import end_on_interrupt, fill_standard_streams
+    refuse_foreign_common()
+    from common.standard_streams import end_on_interrupt, fill_standard_streams
 
-        fill_standard_streams()
-        end_on_interrupt()
+    fill_standard_streams()
+    end_on_interrupt()
     from scheduler_svc.huge_heap import exec_with_huge_heap
 
     exec_with_huge_heap()
