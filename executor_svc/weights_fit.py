@@ -4,22 +4,17 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from gguf import GGMLQuantizationType
 
 from common.errors import ModelTooLarge
 from common.model_files.description import ModelFiles
-from executor_svc.kernels_cpu.packing import GROUP, PANEL, Format
+from executor_svc.kernels_cpu.packing import GROUP, PANEL, Format, common_format
 from executor_svc.kv_cache import cgroup_available, cuda_available, host_memory
+from executor_svc.loader.gguf_blocks import format_of
 from executor_svc.loader.names import EMBEDDING, HEAD, Part, parts
 from executor_svc.models.config import ModelConfig
 
 # Bytes of 32 weights of one row in the kernels' order; see kernels_cpu/packing.py.
 _GROUP_BYTES = {Format.DENSE: 2 * GROUP, Format.INT8: GROUP + 2, Format.INT4: GROUP // 2 + 4}
-_KEPT = {
-    GGMLQuantizationType.Q8_0: Format.INT8,
-    GGMLQuantizationType.Q4_0: Format.INT4,
-    GGMLQuantizationType.Q4_1: Format.INT4,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +43,7 @@ def loaded_bytes(config: ModelConfig, dtype: torch.dtype, *, packed: bool) -> in
 
 
 def native_bytes(files: ModelFiles, config: ModelConfig, wanted: Format | None) -> int:
-    """What the CPU kernels hold: matrices packed, the embedding in bfloat16 beside its packed copy, norms in float32.
-
-    A matrix whose pieces come in several formats is widened.
-    """
+    """What the CPU kernels hold: matrices packed, the embedding in bfloat16 beside its packed copy, float32 norms."""
     matrices: dict[tuple[int, str], list[Part]] = {}
     total = 2 * config.vocab_size * config.hidden_size
     for part in parts(config):
@@ -64,7 +56,7 @@ def native_bytes(files: ModelFiles, config: ModelConfig, wanted: Format | None) 
         if field == EMBEDDING:
             continue  # counted above, and never multiplied with
         kinds = {_format(files, part) for part in pieces}
-        target = wanted if wanted is not None else kinds.pop() if len(kinds) == 1 else Format.DENSE
+        target = common_format(kinds) if wanted is None else wanted
         rows, depth = sum(part.shape[0] for part in pieces), pieces[0].shape[1]
         total += (rows + -rows % PANEL) * depth // GROUP * _GROUP_BYTES[target]
     return total
@@ -72,7 +64,7 @@ def native_bytes(files: ModelFiles, config: ModelConfig, wanted: Format | None) 
 
 def _format(files: ModelFiles, part: Part) -> Format:
     info = files.gguf.tensors.get(part.gguf_name) if files.gguf is not None else None
-    return Format.DENSE if info is None else _KEPT.get(info.type, Format.DENSE)
+    return Format.DENSE if info is None else format_of(info.type)
 
 
 def check_weights_fit(model: str, kind: str, num_bytes: int, room: Room, *, cache_bytes: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""A native decoder out of a model's files. Quantised GGUF blocks go into the kernels' order as they are."""
+"""A native decoder out of a model's files. Quantised GGUF blocks go into the kernels' order without becoming floats."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ def load_native(
             nonlocal done
             pieces: list[torch.Tensor | Blocks] = []
             for part in fields.get((layer, field), ()):
-                piece = source.read_blocks(part) or source.read(part)
+                piece = source.read_blocks(part, only_kept=wanted is not None) or source.read(part)
                 shape = tuple(piece.numbers.shape if isinstance(piece, Blocks) else piece.shape)
                 if shape != part.shape:
                     raise ModelError(f"{files.path}: tensor {part.hf_name} came out as {list(shape)}")

@@ -1,6 +1,6 @@
 """Weights in the order weights.h reads them. The formats, and what a piece and a panel are, are told there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -17,9 +17,16 @@ _TILE: Final = 16
 
 
 class Format(IntEnum):
+    """From the most bits to the fewest."""
+
     DENSE = 0
     INT8 = 1
     INT4 = 2
+
+
+def common_format(kinds: Iterable[Format]) -> Format:
+    """What a matrix becomes whose pieces are of `kinds`: no piece loses bits."""
+    return min(kinds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,12 +88,12 @@ def pack(
     pieces: Sequence[torch.Tensor | Blocks], wanted: Format | None, *, bias: torch.Tensor | None = None,
     gated: bool = False, arena: Arena | None = None
 ) -> Packed:  # fmt: skip
-    """One matrix, its rows the pieces' one after the other. `wanted`: None keeps blocks as they are (bfloat16 for the
-    rest). `gated`: the rows are gate's, then up's; each panel gets 16 of both. `arena`: where the
-    weights shall lie; None: anywhere."""
+    """One matrix, its rows the pieces' one after the other. `wanted`: None keeps blocks as they are (8 bits where some
+    pieces have 4 and some 8, bfloat16 where one is not quantised). `gated`: the rows are gate's, then up's; each panel
+    gets 16 of both. `arena`: where the weights shall lie; None: anywhere."""
     arena = arena or Arena()
     kinds = {piece.format if isinstance(piece, Blocks) else Format.DENSE for piece in pieces}
-    target = wanted if wanted is not None else kinds.pop() if len(kinds) == 1 else Format.DENSE
+    target = common_format(kinds) if wanted is None else wanted
     if target is Format.DENSE:
         dense = torch.cat([_dense(piece) for piece in pieces])
         order = _order(dense.shape[0], gated)

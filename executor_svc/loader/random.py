@@ -25,7 +25,7 @@ class RandomSource:
         values = torch.empty(part.shape, dtype=torch.bfloat16, device=self._device)
         return values.normal_(0.0, self._scale, generator=generator)
 
-    def read_blocks(self, part: Part) -> Blocks | None:
+    def read_blocks(self, part: Part, *, only_kept: bool = False) -> Blocks | None:
         return None
 
     def rope_divisors(self, head_dim: int) -> torch.Tensor | None:

@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from common.errors import ModelError
 from common.model_files.description import ModelFiles
 from common.model_files.gguf_header import GgufHeader, GgufTensor
-from executor_svc.kernels_cpu.packing import GROUP, Blocks
+from executor_svc.kernels_cpu.packing import Blocks, Format
+from executor_svc.loader import gguf_blocks
 from executor_svc.loader.names import Part
 from executor_svc.loader.random import RandomSource
 
-_BLOCK_BYTES = {GGMLQuantizationType.Q8_0: 34, GGMLQuantizationType.Q4_0: 18, GGMLQuantizationType.Q4_1: 20}
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -33,8 +33,9 @@ class TensorSource(Protocol):
         """
         ...
 
-    def read_blocks(self, part: Part) -> Blocks | None:
-        """The same as the file's quantised blocks; None: it is not quantised, or in another way than Blocks can say."""
+    def read_blocks(self, part: Part, *, only_kept: bool = False) -> Blocks | None:
+        """The same as quantised blocks; None: it is not quantised or, for `only_kept`, in another way than Blocks can
+        say."""
         ...
 
     def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
@@ -90,7 +91,7 @@ class _SafetensorsSource:
         tensor: torch.Tensor = self._open[shard.path.name].get_tensor(part.hf_name)
         return tensor
 
-    def read_blocks(self, part: Part) -> Blocks | None:
+    def read_blocks(self, part: Part, *, only_kept: bool = False) -> Blocks | None:
         return None
 
     def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
@@ -106,13 +107,13 @@ class _GgufSource:
     def read(self, part: Part) -> torch.Tensor:
         return torch.from_numpy(self._in_order(part, self._dequantize(self._find(part))))
 
-    def read_blocks(self, part: Part) -> Blocks | None:
+    def read_blocks(self, part: Part, *, only_kept: bool = False) -> Blocks | None:
         info = self._find(part)
-        if info.type not in _BLOCK_BYTES or len(info.shape) != 2:
+        if len(info.shape) != 2 or gguf_blocks.format_of(info.type) is Format.DENSE:
             return None
-        raw = np.frombuffer(self._buffer, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
-        raw = self._in_order(part, raw.reshape(info.shape[0], -1, _BLOCK_BYTES[info.type]))
-        return _blocks(raw, info.type)
+        raw = self._in_order(part, self._raw(info).reshape(info.shape[0], -1))
+        with self._dequantising(info):
+            return gguf_blocks.read_blocks(raw, info.type, only_kept=only_kept)
 
     def _find(self, part: Part) -> GgufTensor:
         info = self._header.tensors.get(part.gguf_name)
@@ -133,34 +134,27 @@ class _GgufSource:
 
     def _dequantize(self, info: GgufTensor) -> np.ndarray[Any, np.dtype[Any]]:
         """Float array of the tensor's shape, newly made. F16 stays F16; everything else becomes float32."""
-        raw = np.frombuffer(self._buffer, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        raw = self._raw(info)
         if info.type == GGMLQuantizationType.F16:
             return raw.view(np.float16).reshape(info.shape).copy()
         if info.type == GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(info.shape).copy()
         rows = math.prod(info.shape[:-1])
-        try:
+        with self._dequantising(info):
             values: np.ndarray[Any, np.dtype[Any]] = dequantize(raw.reshape(rows, -1), info.type)
+        return values.reshape(info.shape)
+
+    def _raw(self, info: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.frombuffer(self._buffer, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+
+    @contextmanager
+    def _dequantising(self, info: GgufTensor) -> Iterator[None]:
+        try:
+            yield
         except NotImplementedError:
             raise ModelError(
                 f"{self._header.path}: tensor {info.name} has type {info.type.name}, which can not be dequantised"
             ) from None
-        return values.reshape(info.shape)
-
-
-def _blocks(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Blocks:
-    """raw: [rows, groups, bytes of a block]. Layouts: ggml's ggml-common.h, block_q8_0, block_q4_0 and block_q4_1."""
-    rows, groups, _ = raw.shape
-
-    def halves(start: int) -> np.ndarray[Any, np.dtype[np.float16]]:
-        return np.ascontiguousarray(raw[:, :, start : start + 2]).view(np.float16)[:, :, 0]
-
-    scales = halves(0)
-    if kind == GGMLQuantizationType.Q8_0:
-        return Blocks(np.ascontiguousarray(raw[:, :, 2:]).view(np.int8).reshape(rows, groups * GROUP), scales, None)
-    minima = halves(2) if kind == GGMLQuantizationType.Q4_1 else scales * np.float16(-8)
-    both = raw[:, :, -GROUP // 2 :]
-    return Blocks(np.concatenate((both & 15, both >> 4), axis=2).reshape(rows, groups * GROUP), scales, minima)
 
 
 def _unpermute(array: np.ndarray[Any, np.dtype[Any]], heads: int) -> np.ndarray[Any, np.dtype[Any]]:

@@ -59,11 +59,15 @@ def held(weights: NativeWeights) -> int:
     return weights.step_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize("quantisation", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize("quantisation", ["F32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "mixed"])
 @pytest.mark.parametrize("wanted", [None, *Format])
 def test_what_the_kernels_hold_is_known_before(quantisation: str, wanted: Format | None, tmp_path: Path) -> None:
-    model = make_model("llama-tied")
-    files = resolve(str(write_gguf(model, tmp_path / "model.gguf", GGMLQuantizationType[quantisation])))
+    def kind(name: str) -> GGMLQuantizationType:
+        mixed = "Q6_K" if "attn_v" in name else "F16" if "ffn_up" in name else "Q4_K"
+        return GGMLQuantizationType[mixed if quantisation == "mixed" else quantisation]
+
+    model = make_model("llama-tied", hidden_size=256, intermediate_size=256)
+    files = resolve(str(write_gguf(model, tmp_path / "model.gguf", kind)))
     config = model_config(files)
     none = cast(Library, None)  # no step is computed
     native = load_native(files, config, none, wanted=wanted, threads=1)

@@ -9,6 +9,8 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 
+from tests.gguf_rows import random_rows
+
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -107,13 +109,23 @@ def interleave(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return array[rows]
 
 
+def _quantised(array: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    try:
+        return quantize(array, kind)
+    except NotImplementedError:
+        return random_rows(kind, *array.shape, least=0.1, most=0.5)
+
+
 def write_gguf(
     model: Any,
     path: Path,
-    quantisation: GGMLQuantizationType = GGMLQuantizationType.F32,
+    quantisation: GGMLQuantizationType | Callable[[str], GGMLQuantizationType] = GGMLQuantizationType.F32,
     extra: Callable[[GGUFWriter], None] = lambda writer: None,
 ) -> Path:
-    """Writes `model` as a converter would and, for a lossy type, gives the model the weights the file then holds."""
+    """Writes `model` as a converter would and, for a lossy type, gives the model the weights the file then holds.
+
+    `quantisation`: of all matrices, or of each by its name in the file. Rows that the library can not make are random.
+    """
     config = model.config
     arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
     rope = config.rope_parameters
@@ -135,16 +147,16 @@ def write_gguf(
     for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        array = tensor.numpy()
-        kind = quantisation if array.ndim == 2 else GGMLQuantizationType.F32
+        raw = tensor.numpy()
+        kind = GGMLQuantizationType.F32
+        if raw.ndim == 2:
+            kind = quantisation(gguf_name(name)) if callable(quantisation) else quantisation
         if kind != GGMLQuantizationType.F32:
-            raw = quantize(array, kind)
+            raw = _quantised(raw, kind)
             tensor.copy_(torch.from_numpy(dequantize(raw, kind).astype(np.float32)))
-            array = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
         if heads and arch == "llama":
-            array = interleave(array, heads)
-        raw = quantize(array, kind)
+            raw = interleave(raw, heads)
         writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
