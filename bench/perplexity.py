@@ -1,4 +1,4 @@
-"""What each precision costs in quality: perplexity of the default model on a text that ships with Python.
+"""What each precision costs in quality: perplexity of a model on a text that ships with Python.
 
     python -m bench.perplexity                        all precisions, 24 windows of 512 tokens
     python -m bench.perplexity --windows 4 --json     last line is one object: conditions, results
@@ -121,12 +121,13 @@ def compare(scores: dict[str, Score], windows: torch.Tensor) -> dict[str, dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="as of `stepwire up`; none: the default model")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    files = resolve("", lambda what, done, total: None)
+    files = resolve(args.model, lambda what, done, total: None)
     results = compare(scorers(files, args.threads), text_windows(files, args.windows))
     conditions = {
         "model": files.description.id,

