@@ -106,4 +106,8 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int
 
 
 def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Raises ValueError for a token with a character that a header can not carry; the token itself is not shown."""
+    if token and (bad := next((c for c in token if not "!" <= c <= "~"), "")):
+        what = f"character {token.index(bad) + 1} is {bad!a}"
+        raise ValueError(f"token: {what}; a token has visible ASCII characters alone: no space, no line's end")
     return (("authorization", f"Bearer {token}"),) if token else ()

@@ -56,17 +56,20 @@ async def _refuse(request_iterator: object, context: Context) -> None:
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """One token per line; empty lines and lines that start with # are skipped. Raises ConfigError."""
+    """One token per line; empty lines and lines that start with # are skipped.
+
+    Raises ConfigError, for a token that no client could send too: headers carry visible ASCII.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token file {path} can not be read: {error}", field="auth_tokens_file") from error
     tokens = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if not tokens:
         raise ConfigError(f"the token file {path} holds no token", field="auth_tokens_file")
-    if any(len(token) < MIN_TOKEN_CHARS or " " in token for token in tokens):
+    if any(len(token) < MIN_TOKEN_CHARS or not all("!" <= c <= "~" for c in token) for token in tokens):
         raise ConfigError(
-            f"{path}: a token must have at least {MIN_TOKEN_CHARS} characters and no spaces",
+            f"auth_tokens_file: {path}: a token has at least {MIN_TOKEN_CHARS} characters, visible ASCII, no spaces",
             field="auth_tokens_file",
             limit=str(MIN_TOKEN_CHARS),
         )

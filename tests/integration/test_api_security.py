@@ -176,9 +176,13 @@ def test_reading_tokens(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("# for the gateway\nfirst-token\n\n  second-token  \n")
     assert read_tokens(path) == ("first-token", "second-token")
-    for content in ("", "# nothing\n", "short\n", "two words here\n"):
+    for content in (
+        "", "# nothing\n", "short\n", "two words here\n", "tökens-all-right\n", "first\x00token\n",
+        "in-two\x0ctokens-here\n",
+    ):  # fmt: skip
         path.write_text(content)
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError) as caught:
             read_tokens(path)
+        assert caught.value.field == "auth_tokens_file"
     with pytest.raises(ConfigError):
         read_tokens(tmp_path / "missing")

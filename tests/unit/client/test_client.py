@@ -302,6 +302,13 @@ def test_unix_socket_and_token(tmp_path: Path) -> None:
         assert server.metadata[0]["authorization"] == "Bearer secret"
 
 
+@pytest.mark.parametrize("token", ["secret\n", "sec ret", "sécret", "\udcff", "sec\x00ret"])
+def test_a_token_that_no_header_carries_is_told_and_not_shown(token: str) -> None:
+    with pytest.raises(ValueError, match=r"token: character \d is") as caught:
+        sw.Client(token=token)
+    assert "sec" not in str(caught.value)
+
+
 def test_loopback_needs_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
