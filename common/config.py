@@ -74,6 +74,15 @@ def check_target(value: str) -> str:
     return value
 
 
+def is_text(value: str) -> bool:
+    """Whether it is Unicode text. Arguments and variables may hold other bytes, which only file names can have."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Listen = Annotated[str, BeforeValidator(check_listen)]
 
@@ -155,6 +164,9 @@ def load_config(kind: type[C], argv: Sequence[str], environ: Mapping[str, str] |
     for layer in reversed(layers):
         for name, (text, source) in layer.items():
             values[name], sources[name] = text, source
+    for name, text in values.items():
+        if name != "model" and fields[name].annotation != Path | None and not is_text(text):
+            raise ConfigError(f"{name} {text!a} ({sources[name]}): not UTF-8 text", field=name)
     try:
         return Loaded(kind.model_validate(values), sources)
     except ValidationError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from common.config import Loaded, ServiceConfig, load_config
+from common.config import Loaded, ServiceConfig, is_text, load_config
 from common.config_sources import EXECUTOR_NAMES, SCHEDULER_NAMES, closest, flag_of
 from common.errors import ConfigError
 from common.model_files.catalog import pull
@@ -181,6 +181,8 @@ def _read_address(file: Path) -> str:
 
 def run_up(argv: Sequence[str], options: UpOptions, environ: Mapping[str, str] | None = None) -> int:
     """Serves until stopped; returns the exit status. Raises ConfigError and ModelError before anything is started."""
+    if not is_text(options.first_prompt):
+        raise ConfigError(f"first_prompt {options.first_prompt!a}: not UTF-8 text", field="first_prompt")
     with tempfile.TemporaryDirectory(prefix="stepwire-") as directory:
         up = _Up(argv, os.environ if environ is None else environ, Path(directory))
         if options.first_prompt and up.scheduler.config.tls_cert is not None:

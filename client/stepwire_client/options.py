@@ -13,6 +13,8 @@ from stepwire_client.errors import StepwireError, Unavailable
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+# Said with the number of a character: a byte of an argument that is not UTF-8, or half of a surrogate pair.
+NO_TEXT: Final = "not Unicode text, from character {} on"
 # gRPC takes a time past what it can count for one that is over.
 LONGEST_DEADLINE_S: Final = 1e9
 
@@ -91,7 +93,13 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int
     """Channel arguments. A local subchannel pool, or all channels of the pool would share one connection.
 
     A proxy named in the environment is meant for the outside; gRPC alone would send even loopback through it.
+
+    Raises ValueError when the address is no Unicode text.
     """
+    try:
+        address.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"address: {NO_TEXT.format(error.start + 1)}") from None
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),

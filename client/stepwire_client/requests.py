@@ -7,6 +7,7 @@ from google.protobuf.message import Message as Proto
 
 from stepwire_client._gen.stepwire.v1 import inference_pb2 as pb
 from stepwire_client.errors import BrokenStream
+from stepwire_client.options import NO_TEXT
 from stepwire_client.types import (
     Completion,
     Delta,
@@ -36,16 +37,20 @@ _CHAT = ("template", "add_generation_prompt")
 
 
 def chat_input(messages: ChatMessages, template: str = "", add_generation_prompt: bool | None = None) -> pb.ChatInput:
-    """Raises ValueError for a message that lacks its role or content."""
+    """Raises ValueError for a message that lacks its role or content; ValueError or TypeError for one that is no text,
+    naming the field."""
     turns = []
-    for message in messages:
+    for number, message in enumerate(messages):
         if isinstance(message, Message):
-            turns.append(pb.ChatMessage(role=message.role, content=message.content))
+            turn = {"role": message.role, "content": message.content}
         elif set(message) == {"role", "content"}:
-            turns.append(pb.ChatMessage(role=message["role"], content=message["content"]))
+            turn = dict(message)
         else:
             raise ValueError(f"a chat message has role and content, not {sorted(message)}")
-    return pb.ChatInput(messages=turns, template=template, add_generation_prompt=add_generation_prompt)
+        turns.append(_filled(pb.ChatMessage, turn, f"messages[{number}]."))
+    return _filled(
+        pb.ChatInput, {"messages": turns, "template": template, "add_generation_prompt": add_generation_prompt}
+    )
 
 
 def generate_request(
@@ -100,7 +105,8 @@ def _filled(kind: type[M], values: dict[str, Any], within: str = "") -> M:
                 kind(**{name: value})
             except (TypeError, ValueError) as error:
                 raised = TypeError if isinstance(error, TypeError) else ValueError
-                raise raised(f"{within}{name}: {error}") from None
+                what = NO_TEXT.format(error.start + 1) if isinstance(error, UnicodeEncodeError) else error
+                raise raised(f"{within}{name}: {what}") from None
         raise
 
 

@@ -80,6 +80,9 @@ def test_chat_takes_messages_and_mappings(served: tuple[FakeInference, sw.Client
     assert chat.HasField("add_generation_prompt") and not chat.add_generation_prompt
 
 
+HI = {"role": "user", "content": "Hi"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "names"),
     [
@@ -92,7 +95,10 @@ def test_chat_takes_messages_and_mappings(served: tuple[FakeInference, sw.Client
         ({"text": "a", "max_tokens": 1 << 40}, ValueError, "max_tokens: "),
         ({"text": "a", "top_k": 1.5, "top_p": 0.5}, TypeError, "top_k: "),
         ({"text": "a", "n": -1}, ValueError, "n: "),
-        ({"text": "\ud800"}, ValueError, "text: "),
+        ({"text": "a\ud800"}, ValueError, "text: not Unicode text, from character 2 on"),
+        ({"messages": [HI, {"role": "user", "content": "\udcff"}]}, ValueError, r"messages\[1\].content: not Unicode"),
+        ({"messages": [HI], "template": "\udcff"}, ValueError, "template: not Unicode"),
+        ({"text": "a", "stop_strings": ["\udcff"]}, ValueError, "stop_strings: not Unicode"),
         ({"token_ids": [1, -1]}, ValueError, "token_ids.ids: "),
     ],
 )

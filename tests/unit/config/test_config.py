@@ -126,6 +126,8 @@ def test_an_empty_variable_is_no_value() -> None:
         (["--priority-aging-ms", "9000000"], {}, "", ["priority_aging_ms", "4194304"]),
         (["--listen", "nowhere"], {}, "", ["listen 'nowhere'", "host:port"]),
         (["--listen", "127.0.0.1:70000"], {}, "", ["listen"]),
+        (["--listen", "\udcff:1"], {}, "", [r"listen '\udcff:1' (flag --listen): not UTF-8 text"]),
+        ([], {"STEPWIRE_SERVED_MODEL_NAME": "\udcff"}, "", ["environment STEPWIRE_SERVED_MODEL_NAME): not UTF-8"]),
         (["--listen", "unix:"], {}, "", ["needs a path"]),
         (["--listen", "unix:/" + "x" * 107], {}, "", ["107 bytes"]),
         (["--executors", "here"], {}, "", ["'here' is not an address"]),
@@ -148,6 +150,12 @@ def test_what_is_wrong_is_named(
     for part in said:
         assert part in caught.value.message, caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_a_file_may_have_any_name() -> None:
+    flags = ["--model", "\udcff.gguf", "--auth-tokens-file", "\udcff"]
+    config = load_config(SchedulerConfig, flags, {}).config
+    assert (config.model, config.auth_tokens_file) == ("\udcff.gguf", Path("\udcff"))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
