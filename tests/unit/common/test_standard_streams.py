@@ -75,6 +75,22 @@ def test_a_service_interrupted_while_it_starts_ends_without_a_traceback(service:
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+@pytest.mark.parametrize("module", ["typer", "stepwire_client", "stepwire_client.errors"])
+def test_a_command_interrupted_while_it_loads_ends_without_a_traceback(module: str) -> None:
+    """Between the first import and the last, that of what a failure is told with."""
+    hook = (
+        "import os, runpy, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "sys.argv = ['stepwire', 'info', '--address', '\\udcff']\n"
+        "runpy.run_module('deploy', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", hook], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_a_message_that_can_not_be_written_stops_nobody() -> None:
     line = "from deploy.terminal import err; [err('x' * 9000) for _ in range(50)]; print('goes on')"
     assert shell(f'"$python" -c "{line}" 2>/dev/full').stdout == "goes on\n"
