@@ -263,6 +263,7 @@ def _report(error: Exception) -> int:
     if os.environ.get("STEPWIRE_TRACEBACK"):
         raise error
     from common.errors import ConfigError, ModelError
+    from deploy.unreachable import why_unreachable
     from stepwire_client import StepwireError, Unavailable
 
     match error:
@@ -270,10 +271,8 @@ def _report(error: Exception) -> int:
             return 130
         case ConfigError() | ModelError():
             text, status = error.message, 2
-        case Unavailable() if not error.reason and error.message.startswith(("Stream removed", "Socket closed")):
-            text, status = f"the connection was lost: {error.message}", 1
         case Unavailable() if not error.reason:
-            text, status = f"no server answers: {error.message}; start one with: stepwire up", 1
+            text, status = why_unreachable(error.message), 1
         case StepwireError():
             details = ", ".join(part for part in (error.status, error.reason, error.field, error.limit) if part)
             text, status = f"{error.message} ({details})", 1

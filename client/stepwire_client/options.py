@@ -28,14 +28,23 @@ class Tls:
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises OSError when a file can't be read, ValueError when only one of cert and key is given."""
+        """Raises OSError when a file can't be read, ValueError when it is no PEM file of its kind or when cert or key
+        is given alone."""
         if (self.cert is None) != (self.key is None):
             raise ValueError("tls: cert and key belong together")
         return grpc.ssl_channel_credentials(
-            root_certificates=self.ca.read_bytes() if self.ca else None,
-            private_key=self.key.read_bytes() if self.key else None,
-            certificate_chain=self.cert.read_bytes() if self.cert else None,
+            root_certificates=_read_pem("ca", self.ca, b"CERTIFICATE-----"),
+            private_key=_read_pem("key", self.key, b"PRIVATE KEY-----"),
+            certificate_chain=_read_pem("cert", self.cert, b"CERTIFICATE-----"),
         )
+
+
+def _read_pem(field: str, path: Path | None, marker: bytes) -> bytes | None:
+    """gRPC would try in vain to connect with what is no PEM file, again and again."""
+    data = path.read_bytes() if path else None
+    if data is not None and marker not in data:
+        raise ValueError(f"tls.{field}: {path} is not a PEM file of the expected kind")
+    return data
 
 
 @dataclass(frozen=True, slots=True)

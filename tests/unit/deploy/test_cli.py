@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,6 +139,50 @@ def test_a_server_that_went_away_is_not_one_that_never_was(
     monkeypatch.setattr(calls, "generate", lost)
     assert run(["generate", "Hi", "--address", served[1]]) == 1
     assert capsys.readouterr().err == "stepwire: the connection was lost: Stream removed (Socket closed)\n"
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """own.pem is for 127.0.0.1, other.pem for another host; both with their keys."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificates with openssl")
+    at = tmp_path_factory.mktemp("pems")
+    for name, host in (("own", "IP:127.0.0.1"), ("other", "DNS:elsewhere")):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+             "-days", "2", "-keyout", at / f"{name}.key", "-out", at / f"{name}.pem", "-subj", f"/CN={name}",
+             "-addext", f"subjectAltName={host}"],
+            check=True, capture_output=True, timeout=60,
+        )  # fmt: skip
+    return at
+
+
+@pytest.mark.parametrize(
+    ("server", "host", "arguments", "said"),
+    [
+        ("own", "127.0.0.1", [], "what listens there hung up: it may expect TLS (--tls-ca) or"),
+        ("own", "localhost", [], "what listens there hung up: it may expect TLS (--tls-ca) or"),
+        ("own", "127.0.0.1", ["--tls-ca", "other.pem"], "no authority trusted here (--tls-ca) signed its certificate"),
+        ("other", "127.0.0.1", ["--tls-ca", "other.pem"], "its certificate is for another name than --address has"),
+        ("", "127.0.0.1", ["--tls-ca", "own.pem"], "what listens there expects no TLS; leave out --tls-ca"),
+        ("", "127.0.0.1", ["--tls-ca", "own.key"], "own.key is not a PEM file of the expected kind"),
+        ("", "no.such.host.invalid", [], "there is no such host"),
+    ],
+)
+def test_who_listens_but_is_not_understood_is_not_said_to_be_absent(
+    pems: Path, server: str, host: str, arguments: list[str], said: str
+) -> None:
+    files = [pems / f"{server}.key", pems / f"{server}.pem"] if server else []
+    credentials = grpc.ssl_server_credentials([tuple(file.read_bytes() for file in files)]) if server else None
+    with serving(credentials=credentials) as (_, bound):
+        address = bound.replace("127.0.0.1", host)
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "deploy.cli", "generate", "Hi", "--address", address, *arguments],
+            cwd=pems, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode != 0 and said in done.stderr and "stepwire up" not in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == "", done.stderr
 
 
 def test_version(capsys: Capture) -> None:
