@@ -172,8 +172,10 @@ def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_who_listens_but_is_not_understood_is_not_said_to_be_absent(
     pems: Path, server: str, host: str, arguments: list[str], said: str
 ) -> None:
-    files = [pems / f"{server}.key", pems / f"{server}.pem"] if server else []
-    credentials = grpc.ssl_server_credentials([tuple(file.read_bytes() for file in files)]) if server else None
+    credentials = None
+    if server:
+        pair = ((pems / f"{server}.key").read_bytes(), (pems / f"{server}.pem").read_bytes())
+        credentials = grpc.ssl_server_credentials([pair])
     with serving(credentials=credentials) as (_, bound):
         address = bound.replace("127.0.0.1", host)
         done = subprocess.run(
