@@ -18,6 +18,10 @@ def prepare_environment(numerics: str, *, cpu_flags: frozenset[str] | None = Non
 
     `cpu_flags`: instruction sets of the processor, read from the system when not given.
     """
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # the directory was deleted: MKL ends a process that has none
+        os.chdir("/")
     if numerics != "exact" or MKL_VARIABLE in os.environ:
         return
     flags = read_cpu_flags() if cpu_flags is None else cpu_flags

@@ -1,6 +1,8 @@
 """What the machine has: processors by its control group, and what Triton needs before a GPU's first step."""
 
 import os
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -28,6 +30,21 @@ def able(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(environment, "find_spec", lambda name: name)
     monkeypatch.setattr(sysconfig, "get_path", lambda *which: str(tmp_path))
     return tmp_path
+
+
+def test_the_working_directory_may_be_gone(tmp_path: Path) -> None:
+    """MKL, which torch loads, ends a process whose directory was deleted."""
+    code = (
+        "import pathlib, sys; pathlib.Path.cwd().rmdir(); "
+        "from executor_svc.environment import prepare_environment; prepare_environment('fast'); "
+        "import torch; a = torch.ones(64, 64); print((a @ a).sum().item())"
+    )
+    (tmp_path / "gone").mkdir()
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "gone", env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (0, "262144.0\n"), done.stderr
 
 
 def test_what_triton_needs_is_there(able: Path) -> None:
