@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from stepwire_client import AsyncClient, Client, GenerateOptions, Tls
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-# Before gRPC is loaded. By default it writes each failed handshake on standard error, which is told there anyway.
-GRPC_SAYS = ("GRPC_VERBOSITY", "ERROR")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +26,17 @@ class Connection:
     tls_cert: Annotated[Path | None, typer.Option(help="PEM client certificate")] = None
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the client certificate")] = None
 
+    def __post_init__(self) -> None:
+        """Before the command loads gRPC: that would write each failed handshake on standard error, told anyway."""
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
     def client(self) -> "Client":
-        os.environ.setdefault(*GRPC_SAYS)
         from stepwire_client import Client
 
         return Client(self.address, token=self.token or None, tls=self._tls())
 
     def async_client(self) -> "AsyncClient":
         """Without a second attempt of its own: for who counts its attempts itself."""
-        os.environ.setdefault(*GRPC_SAYS)
         from stepwire_client import AsyncClient, Retry
 
         return AsyncClient(self.address, token=self.token or None, tls=self._tls(), retry=Retry(attempts=1))

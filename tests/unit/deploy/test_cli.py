@@ -176,12 +176,13 @@ def test_who_listens_but_is_not_understood_is_not_said_to_be_absent(
     if server:
         pair = ((pems / f"{server}.key").read_bytes(), (pems / f"{server}.pem").read_bytes())
         credentials = grpc.ssl_server_credentials([pair])
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ.pop("GRPC_VERBOSITY", None)
     with serving(credentials=credentials) as (_, bound):
         address = bound.replace("127.0.0.1", host)
         done = subprocess.run(
             [sys.executable, "-P", "-m", "deploy.cli", "generate", "Hi", "--address", address, *arguments],
-            cwd=pems, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True,
-            timeout=60, check=False,
+            cwd=pems, env=environ, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert done.returncode != 0 and said in done.stderr and "stepwire up" not in done.stderr, done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == "", done.stderr
