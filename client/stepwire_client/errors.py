@@ -1,7 +1,8 @@
 """One exception class for each gRPC status a Stepwire server answers with."""
 
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -9,6 +10,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
+# gRPC's own refusal, at either end; the server's code never saw the call.
+_OVERSIZE: Final = re.compile(r"(?:(CLIENT|SERVER): )?(?:Sent|Received) message larger than max \((\d+) vs\. (\d+)\)")
 
 
 class StepwireError(Exception):
@@ -118,6 +121,11 @@ def from_rpc_error(error: grpc.RpcError) -> StepwireError:
         detail.Unpack(bad)
         if detail.Unpack(retry):
             retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    if not info.reason and (oversize := _OVERSIZE.search(text)):
+        side, size, limit = oversize.groups()
+        whose = {"CLIENT": "this client's ", "SERVER": "the server's "}.get(side, "")
+        text = f"a message of {size} bytes is larger than {whose}max_message_bytes, {limit}"
+        info.reason, info.metadata["limit"] = "MESSAGE_TOO_LARGE", limit
     field = bad.field_violations[0].field if bad.field_violations else info.metadata.get("field", "")
     kind = BY_STATUS.get(status, StepwireError)
     return kind(

@@ -156,6 +156,21 @@ def test_errors_carry_what_the_server_told(served: tuple[FakeInference, sw.Clien
     assert list(stream) == [], "an iterator that raised is over"
 
 
+def test_a_message_too_large_for_grpc_names_size_and_limit(served: tuple[FakeInference, sw.Client]) -> None:
+    server, client = served
+    with pytest.raises(
+        sw.ResourceExhausted, match=r"of 50000\d\d bytes .* server's max_message_bytes, 4194304"
+    ) as caught:
+        client.complete("x" * 5_000_000)
+    assert (caught.value.reason, caught.value.limit) == ("MESSAGE_TOO_LARGE", "4194304")
+    with sw.Client(client.address, max_message_bytes=90) as small:
+        with pytest.raises(sw.ResourceExhausted, match=r"of 1\d\d bytes .* this client's max_message_bytes, 90"):
+            small.complete("x" * 100)
+        server.script = lambda request, context: iter([pb.GenerateResponse(delta=pb.Delta(text="x" * 100))])
+        with pytest.raises(sw.ResourceExhausted, match=r"of 1\d\d bytes .* this client's max_message_bytes, 90"):
+            small.complete("x")
+
+
 def test_unavailable_is_retried_before_the_first_message(served: tuple[FakeInference, sw.Client]) -> None:
     server, client = served
 
