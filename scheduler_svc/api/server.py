@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from common.grpc_options import PUBLIC_MAX_MESSAGE_BYTES, server_options
 from scheduler_svc.api.admin import AdminServicer
 from scheduler_svc.api.auth import BearerTokens
+from scheduler_svc.api.calls import GRPC_LOG, no_lost_answer
 from scheduler_svc.api.generation import Generation
 from scheduler_svc.api.health import HealthMonitor, HealthServicer
 from scheduler_svc.api.inference import InferenceServicer, add_inference
@@ -115,6 +116,7 @@ def build_server(
     `is_alive`: what the engine says of itself, for liveness. `spans_dropped`: for GetStats.
     Raises ConfigError: port taken, TLS files wrong.
     """
+    logging.getLogger(GRPC_LOG).addFilter(no_lost_answer)
     auth = (BearerTokens(options.auth_tokens),) if options.auth_tokens else ()
     server = grpc.aio.server(
         interceptors=(*auth, *interceptors),

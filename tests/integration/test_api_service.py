@@ -1,6 +1,8 @@
 """What surrounds the calls: health, reflection, ports, pings, stopping."""
 
 import asyncio
+import importlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +91,23 @@ def test_stopping_without_grace_ends_the_work() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- reflection
+
+
+def test_an_answer_whose_call_has_just_ended_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """It takes a race that can not be called for: what gRPC then logs is logged here, by its own names."""
+    cygrpc = importlib.import_module("grpc._cython.cygrpc")
+    errors = (cygrpc.ExecuteBatchError("Failed"), ValueError("a defect"))
+
+    async def test() -> None:
+        async with scene():
+            for error in errors:
+                try:
+                    raise error
+                except Exception:
+                    logging.getLogger(cygrpc.__name__).exception("raised in core by servicer method [/some/Method]")
+
+    run(test)
+    assert [record.exc_info and record.exc_info[1] for record in caplog.records] == [errors[1]]
 
 
 def test_reflection_lists_the_services_and_knows_their_files() -> None:
