@@ -1,13 +1,15 @@
-"""Whether a request can ever be served. What can never fit is refused at once, naming the limit."""
+"""Whether a request can be served: ever, and now. What is refused is so at once, naming the limit."""
 
 from collections.abc import Sequence
 
-from common.errors import InvalidInput, NotSupported, ProtocolError, TooLarge
+from common.errors import InvalidInput, NotSupported, Overloaded, ProtocolError, TooLarge
 from common.messages import ExecutorInfo
 from common.prompt_positions import prompt_position_bytes
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import admit_bytes
+from scheduler_svc.core.drain_rate import DrainRate
 from scheduler_svc.core.executor_state import context_limit, output_limit, wire_limit
+from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.messages import Submit
 
 
@@ -40,6 +42,21 @@ def check_request(request: Submit, info: ExecutorInfo, config: CoreConfig) -> No
     wire = wire_limit(info, config)
     if admit_bytes(context_limit(info), info.max_blocks_per_row, request.sampling) > wire:
         raise TooLarge("the sampling parameters are too large to send", field="sampling", limit=str(wire))
+
+
+def check_room(request: Submit, config: CoreConfig, queue: WaitingQueue, drain_rate: DrainRate, now_ns: int) -> None:
+    """Raises Overloaded while those who wait leave no room for this one, TooLarge when it could never have any."""
+    count, most = len(request.keys), config.max_queued_requests
+    if count > most:
+        raise TooLarge(f"n is {count}, more than may wait at all", field="n", limit=str(most))
+    waiting, tokens, most_tokens = len(queue) + queue.num_held, queue.num_tokens, config.max_queued_tokens
+    if waiting + count > most:
+        full, limit = f"{waiting} requests wait already", most
+    elif most_tokens and len(queue) and tokens + len(request.prompt) > most_tokens:
+        full, limit = f"requests with {tokens} prompt tokens wait already", most_tokens
+    else:
+        return
+    raise Overloaded(full, limit=str(limit), retry_after_ms=drain_rate.retry_after_ms(len(queue), now_ns))
 
 
 def _check_tokens(request: Submit, info: ExecutorInfo) -> None:

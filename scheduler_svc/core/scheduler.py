@@ -3,16 +3,7 @@
 Synchronous, deterministic and pure: no I/O, no clock, no threads. Same calls, same plans. Owner: the loop thread.
 """
 
-from common.errors import (
-    Draining,
-    DuplicateRequest,
-    Overloaded,
-    ProtocolError,
-    SequenceFailed,
-    StepwireError,
-    TooLarge,
-    Unavailable,
-)
+from common.errors import Draining, DuplicateRequest, ProtocolError, SequenceFailed, StepwireError, Unavailable
 from common.messages import ExecutorInfo, PlanError, PlanErrorCode, StepResult, Timings, Welcome
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core_stats import core_stats
@@ -24,7 +15,7 @@ from scheduler_svc.core.outcome import Counters, Ending, EpochStart, StepOutcome
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policies.registry import make_policy
 from scheduler_svc.core.prefix_cache import tenant_salt
-from scheduler_svc.core.request_checks import check_length, check_request, check_welcome
+from scheduler_svc.core.request_checks import check_length, check_request, check_room, check_welcome
 from scheduler_svc.core.results import Collected, batches, collect
 from scheduler_svc.core.sequence import Sequence, SequenceState
 from scheduler_svc.core.suspects import MAX_PLAN_ERRORS, book_death, is_device_fault, named, present
@@ -201,21 +192,11 @@ class Scheduler:
             raise Draining("the server is draining and takes no more requests")
         if not infos:
             raise Unavailable("no executor was ever connected", retry_after_ms=DEFAULT_RETRY_MS)
-        keys = request.keys
-        if request.request_id in self._requests or not self._live.keys().isdisjoint(keys):
+        if request.request_id in self._requests or not self._live.keys().isdisjoint(request.keys):
             raise DuplicateRequest(f"a request with id {request.request_id!r} is live", field="request_id")
         for info in infos:
             check_request(request, info, self.config)
-        most, waiting = self.config.max_queued_requests, len(self._queue) + self._queue.num_held
-        if len(keys) > most:
-            raise TooLarge(f"n is {len(keys)}, more than may wait at all", field="n", limit=str(most))
-        queued, most_tokens = self._queue.num_tokens, self.config.max_queued_tokens
-        full = (f"{waiting} requests wait already", most) if waiting + len(keys) > most else None
-        if most_tokens and len(self._queue) and queued + len(request.prompt) > most_tokens:
-            full = full or (f"requests with {queued} prompt tokens wait already", most_tokens)
-        if full is not None:
-            retry_ms = self._drain_rate.retry_after_ms(len(self._queue), now_ns)
-            raise Overloaded(full[0], limit=str(full[1]), retry_after_ms=retry_ms)
+        check_room(request, self.config, self._queue, self._drain_rate, now_ns)
 
     def cancel(self, key: int, now_ns: int) -> bool:
         """The caller is gone or gave up. Idempotent; true if the request was live. Nothing more comes for it."""
