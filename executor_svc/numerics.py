@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 # Row counts the self-check tries; kernels switch their blocking at small counts and at powers of two.
 _CHECK_COUNTS: Final = (*range(1, 34), 47, 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257)
 _TILE_ROWS: Final = 16
+# In tiles, and a row at a time, more rows are more of the same products: two tiles and one row beyond show it.
+_CHECK_COUNTS_APART: Final = range(1, 2 * _TILE_ROWS + 2)
 # Elements below which PyTorch's CPU kernels run in one thread (its GRAIN_SIZE is 32768).
 _SERIAL_ELEMENTS: Final = 32767
 
@@ -155,8 +157,9 @@ class ExactOps:
     def _is_invariant(self, shape: tuple[int, int], device: torch.device) -> bool:
         generator = torch.Generator(device="cpu").manual_seed(sum(shape))
         weight = torch.randn(shape, generator=generator).to(device)
+        counts = _CHECK_COUNTS if self.products is Products.BLAS else _CHECK_COUNTS_APART
         x = torch.randn(max(_CHECK_COUNTS), shape[1], generator=generator).to(device)
-        return _rows_stand_alone(lambda rows: self.linear(rows, weight), x)
+        return _rows_stand_alone(lambda rows: self.linear(rows, weight), x, counts)
 
     def _is_norm_invariant(self, width: int, device: torch.device) -> bool:
         x = torch.randn(max(_CHECK_COUNTS), width, generator=torch.Generator().manual_seed(width)).to(device)
@@ -164,11 +167,13 @@ class ExactOps:
         return _rows_stand_alone(lambda rows: self.rms_norm(rows, weight, 1e-5), x)
 
 
-def _rows_stand_alone(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
+def _rows_stand_alone(
+    compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, counts: Iterable[int] = _CHECK_COUNTS
+) -> bool:
     """Whether each row of compute(x[a:b]) has the bits of compute(x[row:row + 1]), for many a and b."""
     sample = sorted({0, 1, 2, 3, 5, 11, 15, 16, 17, 31, 32, 46, 63, 64, 95, 127, 128, 199, 255, x.shape[0] - 1})
     alone = {row: compute(x[row : row + 1])[0] for row in sample}
-    for count in _CHECK_COUNTS:
+    for count in counts:
         for first in (0, 5):
             together = compute(x[first : first + count])
             for row in sample:
