@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
+import gguf
 import torch
 import torch.nn.functional as F
 
@@ -87,13 +89,16 @@ def reference_model() -> Any:
     config = transformers.LlamaConfig(**{key: value for key, value in files.config.items() if key != "architectures"})
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    read = gguf_reader.load_gguf_checkpoint(str(files.path), return_tensors=True, model_to_load=model)
+    # It asks for the same table of names once for each module of the model, which takes longer than the reading.
+    with patch("gguf.get_tensor_name_map", cache(gguf.get_tensor_name_map)):
+        read = gguf_reader.load_gguf_checkpoint(str(files.path), return_tensors=True, model_to_load=model)
     for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "rope_theta", "rms_norm_eps"):
         assert read["config"][key] == files.config[key], key
-    model = transformers.LlamaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
+    missing, unexpected = model.load_state_dict(read["tensors"], strict=False, assign=True)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # is computed, not read
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     return model.float().eval()
 
 
