@@ -10,7 +10,8 @@ from executor_svc.models.decoder import Decoder
 from scheduler_svc.tokenizer import load_tokenizer
 from tests.reference import PlainOps, default_files, greedy_differences, logits_of, reference_logits
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+# Both models are loaded in the first test of a process.
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEXTS = [
     "Gravity is",
