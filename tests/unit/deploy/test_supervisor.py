@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,14 @@ from deploy.supervisor import RestartPolicy, Service, Stopped, Supervisor, Super
 FAKE = Path(__file__).with_name("fake_child.py")
 QUICK = RestartPolicy(first_s=0.01, max_s=0.05, attempts=3)
 DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def hangups() -> Iterator[None]:
+    """SIGHUP does what it does by default, also where the tests were started under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 class Scene:
@@ -195,11 +203,8 @@ def test_a_hangup_that_was_to_be_ignored_is(tmp_path: Path) -> None:
             await supervisor.until(asyncio.sleep(0.1))
         assert scene.stops() == ["scheduler", "executor"]
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        run(work())
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run(work())
 
 
 async def signalled_twice(scene: Scene, first: signal.Signals, second: signal.Signals, pause_s: float) -> None:
