@@ -61,7 +61,7 @@ def _decode(
     scale, is_fixed = shape.dim**-0.5, dtype is torch.float32
     pages = _Pages(shape, batch, context, spread, device, dtype)
     q, out = (torch.randn(batch, shape.heads, shape.dim, device=device).to(dtype) for _ in range(2))
-    longest = max(context, 4096)
+    longest = max(context, 4096 if device.type == "cuda" else 4 * EXACT_PART)
     split = fixed_split(longest, EXACT_PART) if is_fixed else even_split(batch, shape.kv_heads, longest)
     workspace = DecodeWorkspace.make(batch, shape.heads, shape.dim, split, device)
 
