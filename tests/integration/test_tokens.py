@@ -134,8 +134,8 @@ def test_tokens_are_those_of_transformers(
     longest = (prompt_ids()[-1], replace(GREEDY, max_tokens=3))
     assert generate(runner, [longest], prefill_chunk=64).tokens == (together.tokens[-1][:3],)
     with capsys.disabled():
-        count = f"{len(PROMPTS)} prompts, {sum(counts)} tokens"
-        sys.stdout.write(f"\n{count}: {near_ties} differences from transformers, all near-ties\n")
+        told = f"{len(PROMPTS)} prompts, {sum(counts)} tokens"
+        sys.stdout.write(f"\n{told}: {near_ties} differences from transformers, all near-ties\n")
 
 
 def test_one_at_a_time_and_sixteen_at_once_are_the_same(runner: Runner, wanted: Generation) -> None:
