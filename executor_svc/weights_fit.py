@@ -7,14 +7,11 @@ import torch
 
 from common.errors import ModelTooLarge
 from common.model_files.description import ModelFiles
-from executor_svc.kernels_cpu.packing import GROUP, PANEL, Format, common_format
+from executor_svc.kernels_cpu.packing import BITS, PANEL, Format, common_format
 from executor_svc.kv_cache import cgroup_available, cuda_available, host_memory
 from executor_svc.loader.gguf_blocks import format_of
 from executor_svc.loader.names import EMBEDDING, HEAD, Part, parts
 from executor_svc.models.config import ModelConfig
-
-# Bytes of 32 weights of one row in the kernels' order; see kernels_cpu/packing.py.
-_GROUP_BYTES = {Format.DENSE: 2 * GROUP, Format.INT8: GROUP + 2, Format.INT4: GROUP // 2 + 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ def native_bytes(files: ModelFiles, config: ModelConfig, wanted: Format | None) 
         kinds = {_format(files, part) for part in pieces}
         target = common_format(kinds) if wanted is None else wanted
         rows, depth = sum(part.shape[0] for part in pieces), pieces[0].shape[1]
-        total += (rows + -rows % PANEL) * depth // GROUP * _GROUP_BYTES[target]
+        total += int((rows + -rows % PANEL) * depth * BITS[target] / 8)
     return total
 
 

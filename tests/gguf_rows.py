@@ -1,11 +1,14 @@
-"""Quantised rows that the gguf library can read but not make."""
+"""Quantised weights that the gguf library can read but not make."""
 
 import warnings
 from functools import cache
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
+
+from executor_svc.kernels_cpu.packing import Blocks, Format, quantise
 
 
 def random_rows(
@@ -26,3 +29,30 @@ def _blocks(kind: GGMLQuantizationType, least: float, most: float) -> NDArray[np
         largest = np.abs(dequantize(raw, kind)).max(axis=1)
     found: NDArray[np.uint8] = raw[(largest > least) & (largest < most)]
     return found
+
+
+def quantised(values: NDArray[np.float32], wanted: Format) -> Blocks:
+    """`values` [rows, depth] in any format but DENSE: numbers near them, if not the best there are."""
+    if wanted in (Format.INT8, Format.INT4):
+        return quantise(values, wanted)
+    rows, depth = values.shape
+    groups = values.reshape(rows, depth // 256, -1, 32 if wanted is Format.INT4_K else 16)
+
+    def flat(array: NDArray[Any]) -> NDArray[Any]:
+        return array.reshape(rows, -1)
+
+    def multiples(sizes: NDArray[np.float32], most: int) -> tuple[NDArray[np.float16], NDArray[np.int8]]:
+        factors = (sizes.max(axis=2, keepdims=True) / most).astype(np.float16)
+        return factors, np.rint(sizes / factors).astype(np.int8)
+
+    if wanted is Format.INT4_K:
+        least = np.minimum(groups.min(axis=3), 0)
+        factor, scales = multiples((groups.max(axis=3) - least) / 15, 63)
+        minimum, minima = multiples(-least, 63)
+        moved = groups + (minimum * minima.astype(np.float32))[..., None]
+        numbers = np.rint(moved / (factor * scales.astype(np.float32))[..., None]).clip(0, 15)
+        factors = np.concatenate((factor, -minimum), axis=2)
+        return Blocks(wanted, flat(numbers).astype(np.uint8), flat(scales), flat(minima), factors)
+    factor, scales = multiples(np.abs(groups).max(axis=3) / 31, 127)
+    numbers = np.rint(groups / (factor * scales.astype(np.float32))[..., None]).clip(-32, 31) + 32
+    return Blocks(wanted, flat(numbers).astype(np.uint8), flat(scales), factors=factor)

@@ -52,6 +52,9 @@ inline uint32_t are_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q
 inline Ints all_ints(int x) { return _mm512_set1_epi32(x); }
 inline Ints from_zero() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 inline Ints load_ints(const void* from) { return _mm512_loadu_si512(from); }
+inline Ints load_bytes(const uint8_t* from) {  // with a sign
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
 inline void store_ints(void* to, Ints x) { _mm512_storeu_si512(to, x); }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints sub(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
@@ -173,6 +176,10 @@ inline Ints load_ints(const void* from) {
   const auto* at = static_cast<const __m256i*>(from);
   return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
 }
+inline __m256i load_eight_bytes(const uint8_t* from) {  // with a sign
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+inline Ints load_bytes(const uint8_t* from) { return {load_eight_bytes(from), load_eight_bytes(from + 8)}; }
 inline void store_ints(void* to, Ints x) {
   auto* at = static_cast<__m256i*>(to);
   _mm256_storeu_si256(at, x.low);

@@ -1,6 +1,6 @@
 """Weights in the order weights.h reads them. The formats, and what a piece and a panel are, are told there."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -14,40 +14,59 @@ from executor_svc.host_memory import Arena
 GROUP: Final = 32  # weights of one row with one scale
 PANEL: Final = 32
 _TILE: Final = 16
+_TOGETHER: Final = 8  # pieces with common factors
 
 
 class Format(IntEnum):
-    """From the most bits to the fewest."""
-
     DENSE = 0
     INT8 = 1
     INT4 = 2
+    INT4_K = 3
+    INT6_K = 4
 
 
-def common_format(kinds: Iterable[Format]) -> Format:
-    """What a matrix becomes whose pieces are of `kinds`: no piece loses bits."""
-    return min(kinds)
+# Of a matrix: bits of a weight and of what is stored for its group, over bits of 256 weights together.
+BITS: Final = {Format.DENSE: 16.0, Format.INT8: 8.5, Format.INT4: 5.0, Format.INT4_K: 4.625, Format.INT6_K: 6.5625}
+
+
+def common_format(kinds: Collection[Format]) -> Format:
+    """What a matrix becomes whose pieces are of `kinds`."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return Format.DENSE if Format.DENSE in kinds else Format.INT8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """A quantised matrix [rows, depth], groups of 32 along the depth, as GGUF's Q8_0, Q4_0 and Q4_1 have them.
+    """A quantised matrix [rows, depth], in groups along the depth, as GGUF's types have them.
 
-    numbers: int8 [rows, depth], or uint8 of 0 to 15 where there are minima; scales, minima: float16 [rows, depth / 32].
-    A weight is scale * number (+ minimum).
+    A weight is scale * number (+ minimum). Scales and minima: [rows, depth / 32].
+      INT8    Q8_0: numbers int8; scales float16
+      INT4    Q4_0, Q4_1: numbers uint8 of 0 to 15; scales, minima float16
+      INT4_K  Q4_K: numbers as INT4's; scales, minima int8, multiples of `factors`, float16 [rows, depth / 256, 2]
+      INT6_K  Q6_K: numbers uint8 of 0 to 63, 32 too large; scales int8 [rows, depth / 16], multiples of `factors`,
+              float16 [rows, depth / 256, 1]
     """
 
+    format: Format
     numbers: NDArray[Any]
-    scales: NDArray[np.float16]
-    minima: NDArray[np.float16] | None
-
-    @property
-    def format(self) -> Format:
-        return Format.INT8 if self.minima is None else Format.INT4
+    scales: NDArray[Any]
+    minima: NDArray[Any] | None = None
+    factors: NDArray[np.float16] | None = None
 
     def values(self) -> NDArray[np.float32]:
-        wide = self.numbers.astype(np.float32) * np.repeat(self.scales.astype(np.float32), GROUP, axis=1)
-        return wide if self.minima is None else wide + np.repeat(self.minima.astype(np.float32), GROUP, axis=1)
+        numbers = self.numbers.astype(np.float32) - (32 if self.format is Format.INT6_K else 0)
+        wide = numbers * self._each(self.scales, 0)
+        return wide if self.minima is None else wide + self._each(self.minima, 1)
+
+    def _each(self, of_groups: NDArray[Any], which: int) -> NDArray[np.float32]:
+        """For every weight its group's, times the factor it is a multiple of."""
+        depth = self.numbers.shape[1]
+        wide = of_groups.astype(np.float32)
+        if self.factors is not None:
+            factors = self.factors[:, :, which].astype(np.float32)
+            wide = wide * np.repeat(factors, wide.shape[1] // factors.shape[1], axis=1)
+        return np.repeat(wide, depth // wide.shape[1], axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,11 +91,12 @@ def quantise(values: NDArray[np.float32], wanted: Format) -> Blocks:
     if wanted is Format.INT8:
         scales = (np.abs(groups).max(axis=2) / 127).astype(np.float16)
         numbers = np.rint(groups / _nonzero(scales)[:, :, None]).clip(-127, 127).astype(np.int8)
-        return Blocks(numbers.reshape(rows, depth), scales, None)
+        return Blocks(wanted, numbers.reshape(rows, depth), scales)
+    assert wanted is Format.INT4
     least = groups.min(axis=2).astype(np.float16)
     scales = ((groups.max(axis=2) - least.astype(np.float32)) / 15).astype(np.float16)
     numbers = np.rint((groups - least.astype(np.float32)[:, :, None]) / _nonzero(scales)[:, :, None])
-    return Blocks(numbers.clip(0, 15).astype(np.uint8).reshape(rows, depth), scales, least)
+    return Blocks(wanted, numbers.clip(0, 15).astype(np.uint8).reshape(rows, depth), scales, least)
 
 
 def _nonzero(scales: NDArray[np.float16]) -> NDArray[np.float32]:
@@ -141,30 +161,45 @@ def _pack_dense(dense: torch.Tensor, arena: Arena) -> torch.Tensor:
 
 def _pack_blocks(blocks: Sequence[Blocks], order: NDArray[np.int64], target: Format, arena: Arena) -> torch.Tensor:
     numbers = _rows([b.numbers for b in blocks], order)
-    scales = _per_column(_rows([b.scales for b in blocks], order))
     rows, depth = numbers.shape
     panels, pieces = rows // PANEL, depth // GROUP
+
+    def per_column(arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
+        return _per_column(_rows(arrays, order), pieces)
+
+    scales = per_column([b.scales for b in blocks])
+    minima = [b.minima for b in blocks if b.minima is not None]
     if target is Format.INT8:
         fours = numbers.reshape(panels, 2, _TILE, pieces, GROUP // 4, 4).transpose(0, 3, 1, 4, 2, 5)
         parts = [fours.reshape(panels, pieces, -1).view(np.uint8) ^ 128, scales]
     else:
         # Of a column's 8 numbers the even ones, then the odd ones; bytes from the low end.
         eights = numbers.reshape(panels, 2, _TILE, pieces, GROUP // 8, 2, 2, 2).transpose(0, 3, 1, 4, 2, 7, 5, 6)
-        nibbles = eights[..., 0] | eights[..., 1] << 4
-        minima = _per_column(_rows([b.minima for b in blocks if b.minima is not None], order))
-        parts = [nibbles.reshape(panels, pieces, -1), scales, minima]
+        low, high = eights[..., 0], eights[..., 1]
+        parts = [((low & 15) | high << 4).reshape(panels, pieces, -1)]
+        if target is Format.INT6_K:
+            pairs = ((low >> 4) | high >> 4 << 2).reshape(panels, pieces, 2, 2, 2, _TILE, -1)
+            parts.append((pairs[:, :, :, :, 0] | pairs[:, :, :, :, 1] << 4).reshape(panels, pieces, -1))
+        parts.append(scales)
+        if minima:
+            parts.append(per_column(minima))
+    factors = [b.factors for b in blocks if b.factors is not None]
+    if factors:
+        groups = pieces // _TOGETHER
+        own = _rows(factors, order).reshape(rows, -1)
+        parts = [_per_column(own, groups), np.concatenate(parts, axis=2).reshape(panels, groups, -1)]
     out = arena.take(sum(part.size for part in parts))
-    np.concatenate(parts, axis=2, out=out.numpy().reshape(panels, pieces, -1))
+    np.concatenate(parts, axis=2, out=out.numpy().reshape(panels, parts[0].shape[1], -1))
     return out
 
 
 def _rows(arrays: Sequence[NDArray[Any]], order: NDArray[np.int64]) -> NDArray[Any]:
     together = np.concatenate(arrays)[order]
-    return np.pad(together, ((0, -len(together) % PANEL), (0, 0)))
+    return np.pad(together, ((0, -len(together) % PANEL), *[(0, 0)] * (together.ndim - 1)))
 
 
-def _per_column(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """[rows, groups] of float16 → [panels, groups, 64 bytes]."""
-    rows, groups = values.shape
-    own = np.ascontiguousarray(values.reshape(rows // PANEL, PANEL, groups).transpose(0, 2, 1))
-    return own.view(np.uint8)
+def _per_column(values: NDArray[Any], pieces: int) -> NDArray[np.uint8]:
+    """[rows, pieces * n] → bytes [panels, pieces, n, 32 columns]."""
+    panels = len(values) // PANEL
+    own = np.ascontiguousarray(values.reshape(panels, PANEL, pieces, -1).transpose(0, 2, 3, 1))
+    return own.view(np.uint8).reshape(panels, pieces, -1)

@@ -17,24 +17,22 @@ template <Format format>
 class Preparation {
  public:
   // `panel`: null where there is nothing to do.
-  Preparation(const uint8_t* panel, int pieces, uint8_t* to) : panel_(panel), to_(to), left_(panel ? 2 * pieces : 0) {}
+  Preparation(const uint8_t* panel, int pieces, uint8_t* to) : panel_(panel), to_(to), halves_(panel ? 2 * pieces : 0) {}
 
   void step() {
-    if (left_ == 0) return;
-    prepare<format>(panel_, half_, to_);
-    panel_ += half_ * kPieceBytes[format];
-    to_ += half_ * kReadyBytes;
-    half_ ^= 1;
-    --left_;
+    if (done_ == halves_) return;
+    const int k = done_ / 2;
+    prepare<format>(piece_of<format>(panel_, k), done_ % 2, to_ + k * kReadyBytes);
+    ++done_;
   }
   void finish() {
-    while (left_ > 0) step();
+    while (done_ < halves_) step();
   }
 
  private:
   const uint8_t* panel_;
   uint8_t* to_;
-  int left_, half_ = 0;
+  int halves_, done_ = 0;
 };
 
 // One panel that is ready times all rows of x (readable up to a multiple of 32), `use(first_row, num_rows, out)` for each
@@ -107,7 +105,9 @@ void multiply_panels(const Matrix& matrix, const bf16* x, const Groups& groups, 
   switch (matrix.format) {
     case kDense: return multiply_panels<kDense>(matrix, x, groups, rows, space, take, use);
     case kInt8: return multiply_panels<kInt8>(matrix, x, groups, rows, space, take, use);
-    default: return multiply_panels<kInt4>(matrix, x, groups, rows, space, take, use);
+    case kInt4: return multiply_panels<kInt4>(matrix, x, groups, rows, space, take, use);
+    case kInt4K: return multiply_panels<kInt4K>(matrix, x, groups, rows, space, take, use);
+    default: return multiply_panels<kInt6K>(matrix, x, groups, rows, space, take, use);
   }
 }
 

@@ -7,7 +7,7 @@ namespace stepwire {
 
 // The weights of 16 columns of one piece, one row of 32 floats for each of 32 deep.
 template <Format format>
-inline void as_floats(const uint8_t* piece, int half, float* to) {
+inline void as_floats(Piece piece, int half, float* to) {
   to += half * kTile;
   const auto put = [&](int i, Floats first, Floats second) {
     store(to + 2 * i * kPanel, first);
@@ -15,7 +15,7 @@ inline void as_floats(const uint8_t* piece, int half, float* to) {
   };
   if constexpr (format == kDense) {
     for (int i = 0; i < kTile; ++i) {
-      const Ints pairs = load_ints(piece + half * kTileBytes + 64 * i);
+      const Ints pairs = load_ints(piece.data + half * kTileBytes + 64 * i);
       put(i, first_of_pairs(pairs), second_of_pairs(pairs));
     }
   } else {
@@ -66,6 +66,27 @@ inline void multiply_floats(const bf16* x, int depth, int rows, float* out, cons
   }
 }
 
+struct ScalesOfEight {
+  __m256 scale, least;
+};
+
+// See scales_of; of 8 of the 32 columns.
+template <Format format>
+inline ScalesOfEight scales_of_eight(Piece piece, int eight, int group) {
+  const auto factors = [&](const uint8_t* at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 16 * eight)));
+  };
+  const auto multiples = [&](size_t at) { return _mm256_cvtepi32_ps(load_eight_bytes(piece.data + at + 8 * eight)); };
+  if constexpr (format == kInt4) return {factors(piece.data + 512), factors(piece.data + 576)};
+  if constexpr (format == kInt4K) {
+    return {_mm256_mul_ps(factors(piece.factors), multiples(512)),
+            _mm256_mul_ps(factors(piece.factors + 64), multiples(544))};
+  }
+  const __m256 scale = format == kInt6K ? _mm256_mul_ps(factors(piece.factors), multiples(768 + 32 * group))
+                                        : factors(piece.data + 1024);
+  return {scale, _mm256_mul_ps(scale, _mm256_set1_ps(format == kInt6K ? -32.0f : -128.0f))};
+}
+
 // out[rows][32] = rows [first, first + rows) of those that `groups` knows times a panel of quantised weights, in whole
 // numbers, 8 columns at a time.
 template <Format format, int rows>
@@ -73,56 +94,65 @@ void multiply_few(const Groups& groups, int first, const uint8_t* panel, int pie
   const __m256i ones = _mm256_set1_epi16(1);
   memset(out, 0, sizeof(float) * rows * kPanel);
   for (int k = 0; k < pieces; ++k) {
-    const uint8_t* piece = panel + k * kPieceBytes[format];
+    const Piece piece = piece_of<format>(panel, k);
     prefetch<format>(piece);
     const int8_t* parts = groups.parts.get() + (k * Groups::kFew + first) * 64;
     for (int eight = 0; eight < kPanel / 8; ++eight) {
       const int half = eight / 2, at = eight % 2;
-      __m256i upper[rows], lower[rows];
-      for (int row = 0; row < rows; ++row) upper[row] = lower[row] = _mm256_setzero_si256();
-      const auto times = [&](__m256i numbers, int row, int part, int fours) {
-        int four;
-        memcpy(&four, parts + row * 64 + part * 32 + 4 * fours, 4);
-        return _mm256_maddubs_epi16(numbers, _mm256_set1_epi32(four));
-      };
-      if constexpr (format == kInt8) {
-        for (int i = 0; i < 8; ++i) {
-          const __m256i numbers = load_halves(piece + 512 * half + 64 * i + 32 * at);
+      for (int group = 0; group < kGroupsOf<format>; ++group) {
+        __m256i upper[rows], lower[rows];
+        for (int row = 0; row < rows; ++row) upper[row] = lower[row] = _mm256_setzero_si256();
+        const auto times = [&](__m256i numbers, int row, int part, int fours) {
+          int four;
+          memcpy(&four, parts + row * 64 + part * 32 + 4 * fours, 4);
+          return _mm256_maddubs_epi16(numbers, _mm256_set1_epi32(four));
+        };
+        if constexpr (format == kInt8) {
+          for (int i = 0; i < 8; ++i) {
+            const __m256i numbers = load_halves(piece.data + 512 * half + 64 * i + 32 * at);
+            for (int row = 0; row < rows; ++row) {
+              upper[row] = _mm256_add_epi32(upper[row], _mm256_madd_epi16(times(numbers, row, 0, i), ones));
+              lower[row] = _mm256_add_epi32(lower[row], _mm256_madd_epi16(times(numbers, row, 1, i), ones));
+            }
+          }
+        } else {
+          // Sixteen products of 64 and 15, or eight of 64 and 63, stay within 16 bits.
+          const auto dot = [&](__m256i numbers, int fours) {
+            for (int row = 0; row < rows; ++row) {
+              upper[row] = _mm256_add_epi16(upper[row], times(numbers, row, 0, fours));
+              lower[row] = _mm256_add_epi16(lower[row], times(numbers, row, 1, fours));
+            }
+          };
+          const __m256i low = _mm256_set1_epi8(15), top = _mm256_set1_epi8(48);
+          __m256i tops = low;
+          if constexpr (format == kInt6K) tops = load_halves(piece.data + 512 + 128 * half + 64 * group + 32 * at);
+          constexpr int kWords = 4 / kGroupsOf<format>;
+          for (int i = 0; i < kWords; ++i) {
+            const __m256i both = load_halves(piece.data + 256 * half + 64 * (kWords * group + i) + 32 * at);
+            __m256i even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+            if constexpr (format == kInt6K) {
+              even = _mm256_or_si256(even, _mm256_and_si256(_mm256_slli_epi16(tops, 4), top));
+              odd = _mm256_or_si256(odd, _mm256_and_si256(_mm256_slli_epi16(tops, 2), top));
+              tops = _mm256_srli_epi16(tops, 4);
+            }
+            dot(even, 2 * (kWords * group + i));
+            dot(odd, 2 * (kWords * group + i) + 1);
+          }
           for (int row = 0; row < rows; ++row) {
-            upper[row] = _mm256_add_epi32(upper[row], _mm256_madd_epi16(times(numbers, row, 0, i), ones));
-            lower[row] = _mm256_add_epi32(lower[row], _mm256_madd_epi16(times(numbers, row, 1, i), ones));
+            upper[row] = _mm256_madd_epi16(upper[row], ones);
+            lower[row] = _mm256_madd_epi16(lower[row], ones);
           }
         }
-      } else {
-        // Sixteen products of 64 and 15 stay within 16 bits.
-        const __m256i low = _mm256_set1_epi8(15);
-        for (int i = 0; i < 4; ++i) {
-          const __m256i both = load_halves(piece + 256 * half + 64 * i + 32 * at);
-          const __m256i even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-          for (int row = 0; row < rows; ++row) {
-            upper[row] = _mm256_add_epi16(upper[row], times(even, row, 0, 2 * i));
-            upper[row] = _mm256_add_epi16(upper[row], times(odd, row, 0, 2 * i + 1));
-            lower[row] = _mm256_add_epi16(lower[row], times(even, row, 1, 2 * i));
-            lower[row] = _mm256_add_epi16(lower[row], times(odd, row, 1, 2 * i + 1));
-          }
-        }
+        const auto [scale, least] = scales_of_eight<format>(piece, eight, group);
         for (int row = 0; row < rows; ++row) {
-          upper[row] = _mm256_madd_epi16(upper[row], ones);
-          lower[row] = _mm256_madd_epi16(lower[row], ones);
+          float* to = out + row * kPanel + 8 * eight;
+          const __m256i whole = _mm256_add_epi32(_mm256_slli_epi32(upper[row], 7), lower[row]);
+          const __m256 own = _mm256_mul_ps(scale, _mm256_set1_ps(groups.scales.get()[k * Groups::kFew + first + row]));
+          const float* sums = groups.sums.get() + (k * kGroupsOf<format> + group) * Groups::kRows;
+          const __m256 sum = _mm256_set1_ps(sums[first + row]);
+          const __m256 scaled = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), own, _mm256_loadu_ps(to));
+          _mm256_storeu_ps(to, _mm256_fmadd_ps(sum, least, scaled));
         }
-      }
-      const auto factors = [&](size_t from) {
-        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(piece + from + 32 * half + 16 * at)));
-      };
-      const __m256 scale = factors(format == kInt4 ? 512 : 1024);
-      const __m256 least = format == kInt4 ? factors(576) : _mm256_mul_ps(scale, _mm256_set1_ps(-128.0f));
-      for (int row = 0; row < rows; ++row) {
-        float* to = out + row * kPanel + 8 * eight;
-        const __m256i whole = _mm256_add_epi32(_mm256_slli_epi32(upper[row], 7), lower[row]);
-        const __m256 own = _mm256_mul_ps(scale, _mm256_set1_ps(groups.scales.get()[k * Groups::kFew + first + row]));
-        const __m256 sum = _mm256_set1_ps(groups.sums.get()[k * Groups::kRows + first + row]);
-        const __m256 scaled = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), own, _mm256_loadu_ps(to));
-        _mm256_storeu_ps(to, _mm256_fmadd_ps(sum, least, scaled));
       }
     }
   }
@@ -136,7 +166,7 @@ void multiply_panel(const Matrix& matrix, int index, const bf16* x, const Groups
   if constexpr (format == kDense) {
     alignas(32) float weights[kTileDepth * kPanel];
     const auto piece = [&](int k) {
-      const uint8_t* from = panel + k * kPieceBytes[kDense];
+      const Piece from = piece_of<kDense>(panel, k);
       prefetch<kDense>(from);
       for (int half : {0, 1}) as_floats<kDense>(from, half, weights);
       return weights;
@@ -164,7 +194,7 @@ void multiply_ready(const bf16* x, int depth, int rows, const uint8_t* panel, fl
 
 // One half of a piece made ready, where all of it shall be.
 template <Format format>
-inline void prepare(const uint8_t* piece, int half, uint8_t* ready) {
+inline void prepare(Piece piece, int half, uint8_t* ready) {
   if (half == 0) prefetch<format>(piece);
   as_floats<format>(piece, half, reinterpret_cast<float*>(ready));
 }

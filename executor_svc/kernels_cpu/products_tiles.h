@@ -15,7 +15,7 @@ inline Ints round_pairs(Floats even, Floats odd) {
 
 // The weights of 16 columns of one piece as a tile of bfloat16. half: 0 or 1.
 template <Format format>
-inline void widen(const uint8_t* piece, int half, uint8_t* tile) {
+inline void widen(Piece piece, int half, uint8_t* tile) {
   const auto put = [&](int i, Floats even, Floats odd) { store_ints(tile + 64 * i, round_pairs(even, odd)); };
   each_pair<format>(piece, half, put);
 }
@@ -23,11 +23,11 @@ inline void widen(const uint8_t* piece, int half, uint8_t* tile) {
 // Numbers alone, as bfloat16, which holds each exactly; scales and minima are left to the sums of a group. Those of 8
 // bits are 128 too large.
 template <Format format>
-inline void widen_numbers(const uint8_t* piece, uint8_t* tiles) {
+inline void widen_numbers(Piece piece, uint8_t* tiles) {
   if constexpr (format == kInt8) {
     const Ints low_byte = all_ints(255);
     for (int i = 0; i < kTile; ++i) {
-      const Ints four = load_ints(piece + 64 * i);
+      const Ints four = load_ints(piece.data + 64 * i);
       const auto number = [&](int at) { return to_floats(_mm512_and_si512(shift_right(four, 8 * at), low_byte)); };
       store_ints(tiles + 128 * i, round_pairs(number(0), number(1)));
       store_ints(tiles + 128 * i + 64, round_pairs(number(2), number(3)));
@@ -39,7 +39,7 @@ inline void widen_numbers(const uint8_t* piece, uint8_t* tiles) {
     // Twice the 16, as the permutation looks at five bits of its index.
     const Ints numbers = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)kNumbers));
     for (int i = 0; i < kTile / 2; ++i) {
-      const Ints eight = load_ints(piece + 64 * i);
+      const Ints eight = load_ints(piece.data + 64 * i);
       for (int pair = 0; pair < 4; ++pair) {
         const Ints index = _mm512_srli_epi16(eight, 4 * pair);
         store_ints(tiles + 256 * i + 64 * pair, _mm512_permutexvar_epi16(index, numbers));
@@ -49,9 +49,9 @@ inline void widen_numbers(const uint8_t* piece, uint8_t* tiles) {
 }
 
 template <Format format>
-inline const uint8_t* as_tiles(const uint8_t* piece, uint8_t* space) {
+inline const uint8_t* as_tiles(Piece piece, uint8_t* space) {
   if constexpr (format == kDense) {
-    return piece;
+    return piece.data;
   } else {
     widen<format>(piece, 0, space);
     widen<format>(piece, 1, space + kTileBytes);
@@ -73,12 +73,12 @@ void multiply_block(const bf16* x, size_t stride, const uint8_t* panel, int piec
     TILE_ZERO(2);
     TILE_ZERO(3);
   }
-  const uint8_t* tiles = as_tiles<format>(panel, space[0]);
+  const uint8_t* tiles = as_tiles<format>(piece_of<format>(panel, 0), space[0]);
   for (int k = 0; k < pieces; ++k) {
     // The next piece is widened while this one is multiplied.
     const uint8_t* following = tiles;
-    if constexpr (!passing) prefetch<format>(panel + k * kPieceBytes[format]);
-    if (k + 1 < pieces) following = as_tiles<format>(panel + (k + 1) * kPieceBytes[format], space[(k + 1) & 1]);
+    if constexpr (!passing) prefetch<format>(piece_of<format>(panel, k));
+    if (k + 1 < pieces) following = as_tiles<format>(piece_of<format>(panel, k + 1), space[(k + 1) & 1]);
     if constexpr (passing) {
       TILE_LOAD_PASSING(4, rows + 64 * k, stride);
     } else {
@@ -118,7 +118,7 @@ void multiply_groups(const bf16* x, size_t stride, const Groups& groups, int row
   alignas(64) float part[2][kTile][kTile];
   const auto* from = reinterpret_cast<const uint8_t*>(x);
   const auto widen_piece = [&](int k) {
-    const uint8_t* piece = panel + k * kPieceBytes[format];
+    const Piece piece = piece_of<format>(panel, k);
     prefetch<format>(piece);
     widen_numbers<format>(piece, space[k & 1]);
   };
@@ -135,7 +135,7 @@ void multiply_groups(const bf16* x, size_t stride, const Groups& groups, int row
     if (k + 1 < pieces) widen_piece(k + 1);
     TILE_STORE(0, part[0], 64);
     TILE_STORE(1, part[1], 64);
-    const uint8_t* piece = panel + k * kPieceBytes[format];
+    const Piece piece = piece_of<format>(panel, k);
     for (int half = 0; half < 2; ++half) {
       const auto [scale, least] = scales_of<format>(piece, half);
       for (int row = 0; row < rows; ++row) {
@@ -154,38 +154,45 @@ void multiply_few(const Groups& groups, const uint8_t* panel, int pieces, float*
   Floats sums[rows][2];
   for (auto& sum : sums) sum[0] = sum[1] = all(0.0f);
   for (int k = 0; k < pieces; ++k) {
-    const uint8_t* piece = panel + k * kPieceBytes[format];
+    const Piece piece = piece_of<format>(panel, k);
     prefetch<format>(piece);
     const int8_t* parts = groups.parts.get() + k * 64 * Groups::kFew;
     for (int half = 0; half < 2; ++half) {
-      Ints first[rows], second[rows];
-      for (int row = 0; row < rows; ++row) first[row] = second[row] = _mm512_setzero_si512();
-      const auto dot = [&](Ints numbers, int at) {
-        for (int row = 0; row < rows; ++row) {
-          int upper, lower;
-          memcpy(&upper, parts + row * 64 + 4 * at, 4);
-          memcpy(&lower, parts + row * 64 + 32 + 4 * at, 4);
-          first[row] = _mm512_dpbusd_epi32(first[row], numbers, all_ints(upper));
-          second[row] = _mm512_dpbusd_epi32(second[row], numbers, all_ints(lower));
-        }
-      };
-      if constexpr (format == kInt8) {
-        for (int i = 0; i < 8; ++i) dot(load_ints(piece + 512 * half + 64 * i), i);
-      } else {
+      for (int group = 0; group < kGroupsOf<format>; ++group) {
+        Ints first[rows], second[rows];
+        for (int row = 0; row < rows; ++row) first[row] = second[row] = _mm512_setzero_si512();
+        const auto dot = [&](Ints numbers, int at) {
+          for (int row = 0; row < rows; ++row) {
+            int upper, lower;
+            memcpy(&upper, parts + row * 64 + 4 * at, 4);
+            memcpy(&lower, parts + row * 64 + 32 + 4 * at, 4);
+            first[row] = _mm512_dpbusd_epi32(first[row], numbers, all_ints(upper));
+            second[row] = _mm512_dpbusd_epi32(second[row], numbers, all_ints(lower));
+          }
+        };
         const Ints low = _mm512_set1_epi8(15);
-        for (int i = 0; i < 4; ++i) {
-          const Ints eight = load_ints(piece + 256 * half + 64 * i);
-          dot(_mm512_and_si512(eight, low), 2 * i);
-          dot(_mm512_and_si512(_mm512_srli_epi16(eight, 4), low), 2 * i + 1);
+        const auto eight = [&](int i) { return load_ints(piece.data + 256 * half + 64 * i); };
+        if constexpr (format == kInt8) {
+          for (int i = 0; i < 8; ++i) dot(load_ints(piece.data + 512 * half + 64 * i), i);
+        } else if constexpr (format == kInt6K) {
+          const Ints upper = load_ints(piece.data + 512 + 128 * half + 64 * group);
+          for (int set = 0; set < 4; ++set) {
+            dot(six_bits(eight(2 * group + set / 2), upper, set), 4 * group + set);
+          }
+        } else {
+          for (int i = 0; i < 4; ++i) {
+            dot(_mm512_and_si512(eight(i), low), 2 * i);
+            dot(_mm512_and_si512(_mm512_srli_epi16(eight(i), 4), low), 2 * i + 1);
+          }
         }
-      }
-      const auto [scale, least] = scales_of<format>(piece, half);
-      for (int row = 0; row < rows; ++row) {
-        const Ints whole = add(shift_left(first[row], 7), second[row]);
-        const Floats own = mul(scale, all(groups.scales.get()[k * Groups::kFew + row]));
-        const Floats sum = all(groups.sums.get()[k * Groups::kRows + row]);
-        const Floats scaled = fma(to_floats(whole), own, sums[row][half]);
-        sums[row][half] = fma(sum, least, scaled);
+        const auto [scale, least] = scales_of<format>(piece, half, group);
+        for (int row = 0; row < rows; ++row) {
+          const Ints whole = add(shift_left(first[row], 7), second[row]);
+          const Floats own = mul(scale, all(groups.scales.get()[k * Groups::kFew + row]));
+          const Floats sum = all(groups.sums.get()[(k * kGroupsOf<format> + group) * Groups::kRows + row]);
+          const Floats scaled = fma(to_floats(whole), own, sums[row][half]);
+          sums[row][half] = fma(sum, least, scaled);
+        }
       }
     }
   }
@@ -211,7 +218,12 @@ void multiply_panel(const Matrix& matrix, int index, const bf16* x, const Groups
       case 2: multiply_few<format, 2>(groups, panel, pieces, out); break;
       case 3: multiply_few<format, 3>(groups, panel, pieces, out); break;
       case 4: multiply_few<format, 4>(groups, panel, pieces, out); break;
-      default: multiply_groups<format>(x, stride, groups, rows, panel, pieces, out);
+      default:
+        if constexpr (kGroupsOf<format> == 1) {
+          multiply_groups<format>(x, stride, groups, rows, panel, pieces, out);
+        } else {
+          multiply_block<format, false, false>(x, stride, panel, pieces, out, [] {});
+        }
     }
   }
   use(0, rows, out);
@@ -247,10 +259,10 @@ void multiply_ready(const bf16* x, int depth, int rows, const uint8_t* panel, fl
 
 // One half of a piece made ready, where all of it shall be; of one that is, brought nearer.
 template <Format format>
-inline void prepare(const uint8_t* piece, int half, uint8_t* ready) {
+inline void prepare(Piece piece, int half, uint8_t* ready) {
   if constexpr (format == kDense) {
     for (int line = 0; line < kTileBytes; line += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(piece + half * kTileBytes + line), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(piece.data + half * kTileBytes + line), _MM_HINT_T1);
     }
   } else {
     prefetch<format>(piece);

@@ -5,18 +5,30 @@
 //   kDense  2 tiles of bfloat16                                            2048 bytes
 //   kInt8   2 x [8][16 columns][4 deep] numbers + 128, 32 float16 scales   1088 bytes
 //   kInt4   2 x [4][16 columns] of 8 numbers, 32 scales, 32 minima          640 bytes: w = scale * number + minimum
-// A column's 8 numbers of 4 bits are 32 bits: from the low end those 0, 2, 4, 6 deep, then those 1, 3, 5, 7 deep.
-// One scale for each column and 32 of its weights: the groups of GGUF's Q8_0, Q4_0 and Q4_1.
+//   kInt4K  2 x [4][16 columns] of 8 numbers, 32 bytes s, 32 bytes m        576 bytes: w = scale * s * number + least * m
+//   kInt6K  2 x [4][16 columns] of 8 numbers' lower 4 bits, 2 x [2][16 columns] of 16 numbers' upper 2,
+//           [2][32] bytes s, of 16 deep each                                832 bytes: w = scale * s * (number - 32)
+// Before 8 pieces of the last two stand their columns' factors: 32 scales, 32 leasts (which kInt6K has not), float16.
+// A column's 8 numbers of 4 bits are 32 bits: from the low end those 0, 2, 4, 6 deep, then those 1, 3, 5, 7 deep. Of the
+// upper bits a byte has those of the numbers whose lower ones are in the same byte: in the lower half of the first 32
+// bits, in the upper half, in the lower half of the next 32, in the upper half.
+// These are the groups of GGUF's Q8_0, Q4_0 and Q4_1, Q4_K and Q6_K.
 #pragma once
 
 #include "tiles.h"
 
 namespace stepwire {
 
-enum Format : int32_t { kDense = 0, kInt8 = 1, kInt4 = 2 };
+enum Format : int32_t { kDense = 0, kInt8 = 1, kInt4 = 2, kInt4K = 3, kInt6K = 4 };
 
 constexpr int kPanel = 32;
-constexpr size_t kPieceBytes[] = {2048, 1088, 640};
+constexpr size_t kPieceBytes[] = {2048, 1088, 640, 576, 832};
+constexpr int kTogether = 8;  // pieces with common factors
+constexpr size_t kFactorBytes[] = {0, 0, 0, 128, 64};
+
+// Groups of one scale in a piece's depth.
+template <Format format>
+constexpr int kGroupsOf = format == kInt6K ? 2 : 1;
 
 struct Matrix {
   const uint8_t* data;
@@ -28,20 +40,42 @@ struct Matrix {
 
   int num_panels() const { return (columns + kPanel - 1) / kPanel; }
   int num_pieces() const { return depth / kTileDepth; }
-  const uint8_t* panel(int index) const { return data + index * num_pieces() * kPieceBytes[format]; }
+  size_t panel_bytes() const {
+    return num_pieces() * kPieceBytes[format] + num_pieces() / kTogether * kFactorBytes[format];
+  }
+  const uint8_t* panel(int index) const { return data + index * panel_bytes(); }
 };
+
+struct Piece {
+  const uint8_t* data;
+  const uint8_t* factors;
+};
+
+// A panel's piece k.
+template <Format format>
+inline Piece piece_of(const uint8_t* panel, int k) {
+  if constexpr (kFactorBytes[format] == 0) return {panel + k * kPieceBytes[format], nullptr};
+  constexpr size_t kBytes = kFactorBytes[format] + kTogether * kPieceBytes[format];
+  const uint8_t* factors = panel + k / kTogether * kBytes;
+  return {factors + kFactorBytes[format] + k % kTogether * kPieceBytes[format], factors};
+}
 
 struct Scales {
   Floats scale, least;
 };
 
-// Of 16 columns of one piece: a weight is scale * number + least.
+// Of 16 columns and one group of a piece: a weight is scale * number + least.
 template <Format format>
-inline Scales scales_of(const uint8_t* piece, int half) {
-  const auto factors = [&](size_t at) { return from_float16(load_halves(piece + at + 32 * half)); };
-  if constexpr (format == kInt4) return {factors(512), factors(576)};
-  const Floats scale = factors(1024);
-  return {scale, mul(scale, all(-128.0f))};
+inline Scales scales_of(Piece piece, int half, int group = 0) {
+  const auto factors = [&](const uint8_t* at) { return from_float16(load_halves(at + 32 * half)); };
+  const auto multiples = [&](size_t at) { return to_floats(load_bytes(piece.data + at + 16 * half)); };
+  if constexpr (format == kInt4) return {factors(piece.data + 512), factors(piece.data + 576)};
+  if constexpr (format == kInt4K) {
+    return {mul(factors(piece.factors), multiples(512)), mul(factors(piece.factors + 64), multiples(544))};
+  }
+  const Floats scale = format == kInt6K ? mul(factors(piece.factors), multiples(768 + 32 * group))
+                                        : factors(piece.data + 1024);
+  return {scale, mul(scale, all(format == kInt6K ? -32.0f : -128.0f))};
 }
 
 // A number of `bits` bits where the last of them is 2^at of a float's fraction, as 2^(23 - at) + number: cut out and made
@@ -54,31 +88,61 @@ inline Floats number_at(Ints word) {
   return same_bits(cut_and_set(word, cut, base));
 }
 
+// Numbers of 6 bits, a byte each: `set` 0, 1: of the first eight whose upper bits are in `upper`, lower half and upper
+// half of each byte of `eight`; 2, 3: of the next.
+inline Ints six_bits(Ints eight, Ints upper, int set) {
+  const Ints lower = set % 2 == 0 ? eight : shift_right(eight, 4);
+  const Ints moved = set < 2 ? shift_left(upper, 4 - 2 * set) : shift_right(upper, 2 * set - 4);
+  const Ints top = cut_and_set(moved, all_ints(0x30303030), all_ints(0));
+  return cut_and_set(lower, all_ints(0x0f0f0f0f), top);
+}
+
 // put(i, a, b) for all 16 pairs of neighbours in one piece's depth: weights of 16 columns at 2i and at 2i + 1. What
 // number_at() adds is taken from the least weight: exact where that is not much smaller than the scale, else rounded by a
 // thousandth of the scale at most.
 template <Format format, typename Put>
-inline void each_pair(const uint8_t* piece, int half, const Put& put) {
-  const auto [scale, least] = scales_of<format>(piece, half);
-  const auto without = [&](float base) { return fnma(all(base), scale, least); };
-  if constexpr (format == kInt8) {
-    const Floats least8 = without(1 << 15);
-    const auto weight = [&](Ints word) { return fma(number_at<8, 8>(word), scale, least8); };
-    for (int i = 0; i < kTile / 2; ++i) {
-      const Ints four = load_ints(piece + 512 * half + 64 * i);
-      const Floats first = weight(shift_left(four, 8)), second = weight(four);
-      const Floats third = weight(shift_right(four, 8)), fourth = weight(shift_right(four, 16));
-      put(2 * i, first, second);
-      put(2 * i + 1, third, fourth);
+inline void each_pair(Piece piece, int half, const Put& put) {
+  Scales scales = scales_of<format>(piece, half);
+  const auto without = [&](float base) { return fnma(all(base), scales.scale, scales.least); };
+  if constexpr (format == kInt8 || format == kInt6K) {
+    Floats least8 = without(1 << 15);
+    const auto weight = [&](Ints word) { return fma(number_at<8, 8>(word), scales.scale, least8); };
+    // put_four(a, b, c, d) takes what the four bytes of a word are, from the low end.
+    const auto each_byte = [&](Ints four, const auto& put_four) {
+      put_four(weight(shift_left(four, 8)), weight(four), weight(shift_right(four, 8)), weight(shift_right(four, 16)));
+    };
+    if constexpr (format == kInt8) {
+      for (int i = 0; i < kTile / 2; ++i) {
+        each_byte(load_ints(piece.data + 512 * half + 64 * i), [&](Floats a, Floats b, Floats c, Floats d) {
+          put(2 * i, a, b);
+          put(2 * i + 1, c, d);
+        });
+      }
+    } else {
+      for (int i = 0; i < kTile / 4; ++i) {
+        if (i == 2) {
+          scales = scales_of<format>(piece, half, 1);
+          least8 = without(1 << 15);
+        }
+        const Ints eight = load_ints(piece.data + 256 * half + 64 * i);
+        const Ints upper = load_ints(piece.data + 512 + 128 * half + 64 * (i / 2));
+        for (int odd : {0, 1}) {
+          each_byte(six_bits(eight, upper, 2 * (i % 2) + odd), [&](Floats a, Floats b, Floats c, Floats d) {
+            put(4 * i + odd, a, c);
+            put(4 * i + 2 + odd, b, d);
+          });
+        }
+      }
     }
   } else {
-    static_assert(format == kInt4);
+    static_assert(format == kInt4 || format == kInt4K);
+    const Floats scale = scales.scale;
     const Floats least8 = without(1 << 15), least12 = without(1 << 11), least16 = without(1 << 7);
     const auto at8 = [&](Ints word) { return fma(number_at<4, 8>(word), scale, least8); };
     const auto at12 = [&](Ints word) { return fma(number_at<4, 12>(word), scale, least12); };
     const auto at16 = [&](Ints word) { return fma(number_at<4, 16>(word), scale, least16); };
     for (int i = 0; i < kTile / 4; ++i) {
-      const Ints eight = load_ints(piece + 256 * half + 64 * i);
+      const Ints eight = load_ints(piece.data + 256 * half + 64 * i);
       const Ints low = shift_left(eight, 12), high = shift_right(eight, 12);
       put(4 * i, at12(low), at16(eight));
       put(4 * i + 1, at16(low), at8(high));
@@ -90,17 +154,17 @@ inline void each_pair(const uint8_t* piece, int half, const Put& put) {
 
 // Memory is read ahead of its use by about what a core can have under way.
 template <Format format>
-inline void prefetch(const uint8_t* piece) {
-  constexpr size_t kAhead = 4096;
-  for (size_t line = 0; line < kPieceBytes[format]; line += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(piece + kAhead + line), _MM_HINT_T0);
+inline void prefetch(Piece piece) {
+  constexpr size_t kAhead = 4096, kBytes = kPieceBytes[format] + kFactorBytes[format] / kTogether;
+  for (size_t line = 0; line < kBytes; line += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(piece.data + kAhead + line), _MM_HINT_T0);
   }
 }
 
 // Of up to kRows rows of x, what products with quantised weights need of each 32 of its numbers.
 struct Groups {
-  explicit Groups(size_t depth) : sums(depth / 32 * kRows), scales(depth / 32 * kFew), parts(depth * 2 * kFew) {}
-  Buffer<float> sums;     // [depth / 32][rows]: the 32 added up
+  explicit Groups(size_t depth) : sums(depth / 16 * kRows), scales(depth / 32 * kFew), parts(depth * 2 * kFew) {}
+  Buffer<float> sums;     // [depth / 32][kGroupsOf][rows]: those of a group added up
   Buffer<float> scales;   // [depth / 32][few rows]
   Buffer<int8_t> parts;   // [depth / 32][few rows][2][32]: x = scale * (128 * first + second), to within 14 or 15 bits
 
@@ -108,7 +172,7 @@ struct Groups {
   void find(const bf16* x, int depth, int rows, Format format) {
     if (format == kDense || rows > kRows) return;
     if (rows > kFew) {
-      sum(x, depth, rows);
+      if (format != kInt6K) sum(x, depth, rows);
     } else {
       split(x, depth, rows, format);
     }
@@ -150,7 +214,7 @@ struct Groups {
         const auto put = [&](const __m128i* part, int which) {
           const __m256i both = _mm256_set_m128i(part[1], part[0]);
           int8_t* to = parts.get() + ((group * kFew + row) * 2 + which) * 32;
-          store_halves(to, format == kInt4 ? _mm256_shuffle_epi8(both, eights) : both);
+          store_halves(to, format == kInt8 ? both : _mm256_shuffle_epi8(both, eights));
         };
         put(first, 0);
         put(second, 1);
@@ -158,7 +222,12 @@ struct Groups {
         const float scale = largest / kMost + 0.0f * sum_of(add(low, high));
         scales.get()[group * kFew + row] = scale;
         // Of what the parts say: of x itself, the error of rounding would meet the minima unbalanced.
-        sums.get()[group * kRows + row] = scale * static_cast<float>(sum_of(add(whole[0], whole[1])));
+        const auto scaled = [&](Ints numbers) { return scale * static_cast<float>(sum_of(numbers)); };
+        if (format == kInt6K) {
+          for (int i : {0, 1}) sums.get()[(2 * group + i) * kRows + row] = scaled(whole[i]);
+        } else {
+          sums.get()[group * kRows + row] = scaled(add(whole[0], whole[1]));
+        }
       }
     }
   }

@@ -1,8 +1,7 @@
 """Quantised GGUF tensors as the blocks that the CPU kernels multiply.
 
-Types whose groups of 32 have one scale, and 4 bits or 8, go over number by number. The rest, of 2, 3, 5 and 6 bits or
-with numbers out of tables, become 8 bits: that rounds a weight by at most 1/254 of the largest of its 32, little beside
-what such types round themselves.
+The usual types go over number by number. The rest, of 2, 3 and 5 bits or with numbers out of tables, become 8 bits:
+that rounds a weight by at most 1/254 of the largest of its 32, little beside what such types round themselves.
 """
 
 import os
@@ -20,7 +19,8 @@ _KEPT: Final = {
     GGMLQuantizationType.Q8_0: Format.INT8,
     GGMLQuantizationType.Q4_0: Format.INT4,
     GGMLQuantizationType.Q4_1: Format.INT4,
-    GGMLQuantizationType.Q4_K: Format.INT4,
+    GGMLQuantizationType.Q4_K: Format.INT4_K,
+    GGMLQuantizationType.Q6_K: Format.INT6_K,
 }
 _SLAB: Final = 1 << 20  # weights made floats at a time, which stay in a cache
 
@@ -45,38 +45,50 @@ def _kept(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> Blocks:
     """raw: [rows, blocks, bytes of one]. Layouts: ggml's ggml-common.h."""
     rows = len(raw)
 
-    def halves(start: int) -> NDArray[np.float16]:
-        return np.ascontiguousarray(raw[:, :, start : start + 2]).view(np.float16)
+    def halves(start: int, count: int = 1) -> NDArray[np.float16]:
+        return np.ascontiguousarray(raw[:, :, start : start + 2 * count]).view(np.float16)
 
-    scales = halves(0)
+    def signed(start: int, end: int) -> NDArray[np.int8]:
+        return np.ascontiguousarray(raw[:, :, start:end]).view(np.int8)
+
     if kind == GGMLQuantizationType.Q8_0:
-        numbers = np.ascontiguousarray(raw[:, :, 2:]).view(np.int8)
-        return Blocks(numbers.reshape(rows, -1), scales[:, :, 0], None)
+        return Blocks(Format.INT8, signed(2, 34).reshape(rows, -1), halves(0)[:, :, 0])
     if kind == GGMLQuantizationType.Q4_K:
-        # Of each 32 bytes the lower halves are one group, the upper ones the next.
         own, least = _of_six_bits(raw[:, :, 4:16])
-        scales, minima = _product(scales, own), -_product(halves(2), least)
-        both = raw[:, :, 16:].reshape(rows, -1, GROUP)
-    else:
-        minima = halves(2) if kind == GGMLQuantizationType.Q4_1 else scales * np.float16(-8)
-        both = raw[:, :, -GROUP // 2 :]
-    numbers = np.concatenate((both & 15, both >> 4), axis=2)
-    return Blocks(numbers.reshape(rows, -1), scales.reshape(rows, -1), minima.reshape(rows, -1))
+        # Of each 32 bytes the lower halves are one group, the upper ones the next.
+        numbers = _nibbles(raw[:, :, 16:], GROUP).reshape(rows, -1)
+        factors = halves(0, 2) * np.array([1, -1], np.float16)
+        return Blocks(Format.INT4_K, numbers, own.view(np.int8), least.view(np.int8), factors)
+    if kind == GGMLQuantizationType.Q6_K:
+        numbers = _nibbles(raw[:, :, :128], 64).reshape(rows, -1)
+        numbers |= _crumbs(raw[:, :, 128:192]).reshape(rows, -1) << np.uint8(4)
+        return Blocks(Format.INT6_K, numbers, signed(192, 208).reshape(rows, -1), factors=halves(208))
+    scales = halves(0)[:, :, 0]
+    minima = halves(2)[:, :, 0] if kind == GGMLQuantizationType.Q4_1 else scales * np.float16(-8)
+    return Blocks(Format.INT4, _nibbles(raw[:, :, -GROUP // 2 :], GROUP // 2).reshape(rows, -1), scales, minima)
+
+
+def _nibbles(packed: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """[rows, blocks, n] → [rows, blocks, 2 * n]: of each `size` bytes the lower halves, then the upper ones."""
+    own = packed.reshape(*packed.shape[:2], -1, 1, size)
+    return np.concatenate((own & 15, own >> 4), axis=3).reshape(*packed.shape[:2], -1)
+
+
+def _crumbs(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The same of quarters, of each 32 bytes."""
+    own = packed.reshape(*packed.shape[:2], -1, 1, 32)
+    return np.concatenate([own >> bit & 3 for bit in (0, 2, 4, 6)], axis=3).reshape(*packed.shape[:2], -1)
 
 
 def _of_six_bits(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """packed: [rows, blocks, 12]. Returns the scales and the minima of the 8 groups, [rows, blocks, 8]. The first four
+    """packed: [rows, blocks, 12]. Returns the scales and the minima of the 8 groups, [rows, blocks * 8]. The first four
     have the low 6 bits of bytes 0 to 3 and 4 to 7; the others 4 bits in bytes 8 to 11, and the two above those of the
     first."""
     scales, minima, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     return (
-        np.concatenate((scales & 63, rest & 15 | scales >> 6 << 4), axis=2),
-        np.concatenate((minima & 63, rest >> 4 | minima >> 6 << 4), axis=2),
+        np.concatenate((scales & 63, rest & 15 | scales >> 6 << 4), axis=2).reshape(len(packed), -1),
+        np.concatenate((minima & 63, rest >> 4 | minima >> 6 << 4), axis=2).reshape(len(packed), -1),
     )
-
-
-def _product(factor: NDArray[np.float16], numbers: NDArray[np.uint8]) -> NDArray[np.float16]:
-    return (factor.astype(np.float32) * numbers).astype(np.float16)
 
 
 def _rounded(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> Blocks:
@@ -92,7 +104,7 @@ def _rounded(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> Blocks:
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
         for _ in pool.map(fill, _slabs(rows, max(1, _SLAB // depth))):
             pass
-    return Blocks(numbers, scales, None)
+    return Blocks(Format.INT8, numbers, scales)
 
 
 def _slabs(rows: int, size: int) -> Iterator[slice]:

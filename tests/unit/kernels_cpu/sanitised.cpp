@@ -22,7 +22,7 @@ struct Weights {
     matrix.format = format;
     matrix.columns = columns;
     matrix.depth = depth;
-    const size_t bytes = matrix.num_panels() * matrix.num_pieces() * kPieceBytes[format];
+    const size_t bytes = matrix.num_panels() * matrix.panel_bytes();
     data.reset(static_cast<uint8_t*>(aligned_alloc(64, bytes)));
     for (size_t i = 0; i < bytes; i += 2) {
       const uint16_t value = format == kDense ? 0x3c00 + rng.next() % 64 : 0x1400;  // small numbers in either meaning
@@ -102,7 +102,9 @@ static void run_whole(void* decoder, Format format, int num_blocks, int64_t widt
 
 static void run(Format format, int block_size, int window, int threads) {
   Rng rng;
-  const int hidden = 64, heads = 6, kv_heads = 2, dim = 32, intermediate = 96, vocab = 70, layers = 2, blocks = 70;
+  const bool large = kFactorBytes[format] > 0;
+  const int hidden = large ? 256 : 64, heads = large ? 8 : 6, kv_heads = 2, dim = 32, intermediate = large ? 512 : 96;
+  const int vocab = 70, layers = 2, blocks = 70;
   const int num_positions = 128;
   std::vector<Weights> weights(4 * layers + 1);
   std::vector<Layer> all(layers);
@@ -159,7 +161,7 @@ static void run(Format format, int block_size, int window, int threads) {
 }
 
 int main() {
-  for (Format format : {kDense, kInt8, kInt4}) {
+  for (Format format : {kDense, kInt8, kInt4, kInt4K, kInt6K}) {
     run(format, 16, 0, 2);
     run(format, 6, 20, 1);
   }

@@ -18,14 +18,15 @@ from executor_svc.attention.layout import (
 )
 from executor_svc.attention.torch_paged import TorchPagedAttention
 from executor_svc.kernels_cpu.compile import Level, NoKernels, own_level
-from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder, pack_decoder
+from executor_svc.kernels_cpu.decoder import NativeAttention, NativeDecoder, NativeWeights, pack_weights
 from executor_svc.kernels_cpu.library import Library, load_library
-from executor_svc.kernels_cpu.packing import Format, quantise
+from executor_svc.kernels_cpu.packing import Blocks, Format
 from executor_svc.kv_cache import KvCache, KvShape
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder, DecoderWeights, LayerWeights
 from executor_svc.numerics import FastOps
 from executor_svc.step_model import Model
+from tests.gguf_rows import quantised
 from tests.random_model import random_weights
 
 CPU = torch.device("cpu")
@@ -56,6 +57,8 @@ def put_foreign(path: Path) -> None:
 class Case:
     """What a model may have that the kernels must know of."""
 
+    hidden: int = 96
+    intermediate: int = 160
     heads: int = 6
     kv_heads: int = 2
     head_dim: int = 64
@@ -64,28 +67,41 @@ class Case:
     block_size: int = 16
     format: Format = Format.DENSE
 
+    @classmethod
+    def of(cls, format_: Format) -> "Case":
+        if format_ in (Format.INT4_K, Format.INT6_K):  # come in 256 weights of a row
+            return cls(256, 256, heads=4, kv_heads=2, format=format_)
+        return cls(format=format_)
+
     def config(self) -> ModelConfig:
         return ModelConfig(
-            "llama", 500, 96, 160, 3, self.heads, self.kv_heads, self.head_dim, 1024, (0, self.window, 0),
-            qkv_bias=self.extras, output_bias=self.extras, mlp_bias=self.extras, qk_norm=self.extras,
+            "llama", 500, self.hidden, self.intermediate, 3, self.heads, self.kv_heads, self.head_dim, 1024,
+            (0, self.window, 0), qkv_bias=self.extras, output_bias=self.extras, mlp_bias=self.extras,
+            qk_norm=self.extras,
         )  # fmt: skip
 
-    def weights(self) -> DecoderWeights:
-        """Matrices hold what the format can say, so that both sides multiply with the same numbers."""
+    def weights(self) -> tuple[DecoderWeights, NativeWeights]:
+        """For torch and for the kernels. Torch's are what the format says: both multiply with the same numbers."""
         weights = random_weights(self.config(), scale=0.1)
-        for layer in weights.layers:
-            for name in LayerWeights.__slots__:
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    setattr(layer, name, self._sayable(tensor))
-        weights.embedding = weights.embedding.bfloat16().float()
-        weights.head = self._sayable(weights.head)
-        return weights
 
-    def _sayable(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() != 2 or self.format is Format.DENSE:
-            return tensor.bfloat16().float()
-        return torch.from_numpy(quantise(tensor.numpy(), self.format).values())
+        def read(layer: int, field: str) -> Sequence[torch.Tensor | Blocks]:
+            owner: DecoderWeights | LayerWeights = weights if layer < 0 else weights.layers[layer]
+            tensor = getattr(owner, field, None)
+            if tensor is None or tensor.dim() != 2 or field == "embedding" or self.format is Format.DENSE:
+                return () if tensor is None else (tensor,)
+            blocks = quantised(tensor.numpy(), self.format)
+            setattr(owner, field, torch.from_numpy(blocks.values()))
+            return (blocks,)
+
+        packed = pack_weights(self.config(), read, None)
+        weights.embedding = weights.embedding.bfloat16().float()
+        if self.format is Format.DENSE:
+            weights.head = weights.head.bfloat16().float()
+            for layer in weights.layers:
+                for name in LayerWeights.__slots__:
+                    tensor = getattr(layer, name)
+                    setattr(layer, name, None if tensor is None else tensor.bfloat16().float())
+        return weights, packed
 
 
 @dataclass
@@ -146,12 +162,12 @@ class Scene:
     tables: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        case, config, weights = self.case, self.case.config(), self.case.weights()
+        case, config = self.case, self.case.config()
+        weights, packed = case.weights()
         shape = AttentionShape(case.heads, case.kv_heads, case.head_dim, config.windows)
         self.torch_side = Side(
             Decoder(config, weights, FastOps()), TorchPagedAttention(shape), self._cache(torch.float32)
         )
-        packed = pack_decoder(config, weights, case.format)
         native = NativeDecoder(config, packed, kernels(), threads=self.threads, cpus=self.cpus)
         self.native_side = Side(native, NativeAttention(), self._cache(torch.bfloat16))
         order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(5))

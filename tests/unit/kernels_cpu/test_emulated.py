@@ -37,7 +37,7 @@ def test_logits_are_those_of_float32(name: str) -> None:
     check_logits(CASES[name])
 
 
-@pytest.mark.parametrize("format_", [Format.INT8, Format.INT4])
+@pytest.mark.parametrize("format_", [f for f in Format if f is not Format.DENSE])
 @pytest.mark.parametrize("count", [1, 4, 5, 40])
 def test_products_of_any_number_of_rows_are_those_of_floats(format_: Format, count: int) -> None:
     check_products(format_, count)

@@ -26,6 +26,8 @@ CASES = {
     "wide heads": Case(heads=20, kv_heads=1, head_dim=96, block_size=32),
     "int8": Case(format=Format.INT8),
     "int4": Case(format=Format.INT4, extras=True),
+    "int4_k": replace(Case.of(Format.INT4_K), extras=True),
+    "int6_k": replace(Case.of(Format.INT6_K), extras=True),
 }
 # bfloat16 keeps 8 bits: three layers of it stay well within this of float32.
 CLOSE = 0.02
@@ -76,7 +78,7 @@ def check_logits(case: Case) -> None:
         assert relative_error(mine, theirs) < CLOSE
 
 
-@pytest.mark.parametrize("format_", [Format.DENSE, Format.INT8, Format.INT4])
+@pytest.mark.parametrize("format_", list(Format))
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_in_company_of_any_number_stay_close_to_themselves_alone(
     format_: Format, threads: int, level: Level
@@ -85,7 +87,7 @@ def test_rows_in_company_of_any_number_stay_close_to_themselves_alone(
     tokens = ids(150, 7)
     pieces = {}
     for chunk in (1, 3, 16, 33, 150):
-        scene = Scene(replace(CASES["grouped"], format=format_), threads=threads)
+        scene = Scene(Case.of(format_), threads=threads)
         pieces[chunk] = torch.cat(
             [
                 scene.native_side.step([Work(0, at, tokens[at : at + chunk])], scene.tables)
@@ -127,7 +129,7 @@ def test_the_most_likely_token_is_the_least_of_the_best(level: Level) -> None:
     assert tokens[7] == 0
 
 
-@pytest.mark.parametrize("format_", [Format.INT8, Format.INT4])
+@pytest.mark.parametrize("format_", [f for f in Format if f is not Format.DENSE])
 @pytest.mark.parametrize("count", [1, 4, 5, 30, 40, 100])
 def test_products_of_any_number_of_rows_are_those_of_floats(format_: Format, count: int, level: Level) -> None:
     """Each number of rows has its way through quantised weights; what is not finite stays so in all of them."""
@@ -135,11 +137,11 @@ def test_products_of_any_number_of_rows_are_those_of_floats(format_: Format, cou
 
 
 def check_products(format_: Format, count: int) -> None:
-    scene = Scene(Case(format=format_))
+    scene = Scene(Case.of(format_))
     side, tables = scene.native_side, scene.tables
     model, reference = side.model, scene.torch_side.model
     side.step([Work(0, 0, [1])], tables)  # binds the model to its cache
-    hidden = torch.randn(count, 96, generator=torch.Generator().manual_seed(count)).bfloat16()
+    hidden = torch.randn(count, scene.case.hidden, generator=torch.Generator().manual_seed(count)).bfloat16()
     hidden[0] *= 1e-20
     got, want = model.logits(hidden), reference.logits(hidden.float())
     for row in range(count):

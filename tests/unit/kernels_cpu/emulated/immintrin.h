@@ -101,6 +101,13 @@ inline __m512i widened(__m256i halves) {
   return ints(out);
 }
 
+inline __m512i widened_bytes(__m128i bytes) {
+  const auto from = bits<std::array<int8_t, 16>>(bytes);
+  int out[16];
+  for (int i = 0; i < 16; ++i) out[i] = from[i];
+  return ints(out);
+}
+
 inline __m512 widened_float16(__m256i halves) {
   float out[16];
   _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
@@ -206,6 +213,7 @@ inline __m512 nearest_whole(__m512 x, int way) {
 #define _mm512_cmplt_epu32_mask(a, b) emulated::mask_of<uint32_t>(a, b, [](uint32_t x, uint32_t y) { return x < y; })
 #define _mm512_cvtepi32_epi8 emulated::lowest_bytes
 #define _mm512_cvtepi32_ps emulated::to_floats
+#define _mm512_cvtepi8_epi32 emulated::widened_bytes
 #define _mm512_cvtepu16_epi32 emulated::widened
 #define _mm512_cvtneps_pbh emulated::narrowed
 #define _mm512_cvtph_ps emulated::widened_float16
