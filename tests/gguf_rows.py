@@ -36,23 +36,29 @@ def quantised(values: NDArray[np.float32], wanted: Format) -> Blocks:
     if wanted in (Format.INT8, Format.INT4):
         return quantise(values, wanted)
     rows, depth = values.shape
-    groups = values.reshape(rows, depth // 256, -1, 32 if wanted is Format.INT4_K else 16)
 
     def flat(array: NDArray[Any]) -> NDArray[Any]:
         return array.reshape(rows, -1)
+
+    if wanted is Format.INT4_0:
+        own = values.reshape(rows, -1, 32)
+        steps = (np.abs(own).max(axis=2) / 7).astype(np.float16)
+        return Blocks(wanted, flat(np.rint(own / steps[..., None]).clip(-8, 7) + 8).astype(np.uint8), steps)
 
     def multiples(sizes: NDArray[np.float32], most: int) -> tuple[NDArray[np.float16], NDArray[np.int8]]:
         factors = (sizes.max(axis=2, keepdims=True) / most).astype(np.float16)
         return factors, np.rint(sizes / factors).astype(np.int8)
 
-    if wanted is Format.INT4_K:
-        least = np.minimum(groups.min(axis=3), 0)
-        factor, scales = multiples((groups.max(axis=3) - least) / 15, 63)
-        minimum, minima = multiples(-least, 63)
-        moved = groups + (minimum * minima.astype(np.float32))[..., None]
-        numbers = np.rint(moved / (factor * scales.astype(np.float32))[..., None]).clip(0, 15)
-        factors = np.concatenate((factor, -minimum), axis=2)
-        return Blocks(wanted, flat(numbers).astype(np.uint8), flat(scales), flat(minima), factors)
-    factor, scales = multiples(np.abs(groups).max(axis=3) / 31, 127)
-    numbers = np.rint(groups / (factor * scales.astype(np.float32))[..., None]).clip(-32, 31) + 32
-    return Blocks(wanted, flat(numbers).astype(np.uint8), flat(scales), factors=factor)
+    groups = values.reshape(rows, depth // 256, -1, 16 if wanted is Format.INT6_K else 32)
+    if wanted is Format.INT6_K:
+        factor, scales = multiples(np.abs(groups).max(axis=3) / 31, 127)
+        numbers = np.rint(groups / (factor * scales.astype(np.float32))[..., None]).clip(-32, 31) + 32
+        return Blocks(wanted, flat(numbers).astype(np.uint8), flat(scales), factors=factor)
+    most = 15 if wanted is Format.INT4_K else 31
+    least = np.minimum(groups.min(axis=3), 0)
+    factor, scales = multiples((groups.max(axis=3) - least) / most, 63)
+    minimum, minima = multiples(-least, 63)
+    moved = groups + (minimum * minima.astype(np.float32))[..., None]
+    numbers = np.rint(moved / (factor * scales.astype(np.float32))[..., None]).clip(0, most)
+    factors = np.concatenate((factor, -minimum), axis=2)
+    return Blocks(wanted, flat(numbers).astype(np.uint8), flat(scales), flat(minima), factors)

@@ -21,12 +21,24 @@ class Format(IntEnum):
     DENSE = 0
     INT8 = 1
     INT4 = 2
-    INT4_K = 3
-    INT6_K = 4
+    INT4_0 = 3
+    INT4_K = 4
+    INT5_K = 5
+    INT6_K = 6
 
 
-# Of a matrix: bits of a weight and of what is stored for its group, over bits of 256 weights together.
-BITS: Final = {Format.DENSE: 16.0, Format.INT8: 8.5, Format.INT4: 5.0, Format.INT4_K: 4.625, Format.INT6_K: 6.5625}
+# Of a weight, with its share of what is stored for its group and for 256 weights together.
+BITS: Final = {
+    Format.DENSE: 16.0,
+    Format.INT8: 8.5,
+    Format.INT4: 5.0,
+    Format.INT4_0: 4.5,
+    Format.INT4_K: 4.625,
+    Format.INT5_K: 5.625,
+    Format.INT6_K: 6.5625,
+}
+# What numbers are too large by where a weight is scale * number and no more.
+_MIDDLE: Final = {Format.INT4_0: 8, Format.INT6_K: 32}
 
 
 def common_format(kinds: Collection[Format]) -> Format:
@@ -42,8 +54,10 @@ class Blocks:
 
     A weight is scale * number (+ minimum). Scales and minima: [rows, depth / 32].
       INT8    Q8_0: numbers int8; scales float16
-      INT4    Q4_0, Q4_1: numbers uint8 of 0 to 15; scales, minima float16
-      INT4_K  Q4_K: numbers as INT4's; scales, minima int8, multiples of `factors`, float16 [rows, depth / 256, 2]
+      INT4    Q4_1: numbers uint8 of 0 to 15; scales, minima float16
+      INT4_0  Q4_0: the same, 8 too large, without minima
+      INT4_K  Q4_K: the same; scales, minima int8, multiples of `factors`, float16 [rows, depth / 256, 2]
+      INT5_K  Q5_K: the same, of 0 to 31
       INT6_K  Q6_K: numbers uint8 of 0 to 63, 32 too large; scales int8 [rows, depth / 16], multiples of `factors`,
               float16 [rows, depth / 256, 1]
     """
@@ -55,7 +69,7 @@ class Blocks:
     factors: NDArray[np.float16] | None = None
 
     def values(self) -> NDArray[np.float32]:
-        numbers = self.numbers.astype(np.float32) - (32 if self.format is Format.INT6_K else 0)
+        numbers = self.numbers.astype(np.float32) - _MIDDLE.get(self.format, 0)
         wide = numbers * self._each(self.scales, 0)
         return wide if self.minima is None else wide + self._each(self.minima, 1)
 
@@ -177,6 +191,10 @@ def _pack_blocks(blocks: Sequence[Blocks], order: NDArray[np.int64], target: For
         eights = numbers.reshape(panels, 2, _TILE, pieces, GROUP // 8, 2, 2, 2).transpose(0, 3, 1, 4, 2, 7, 5, 6)
         low, high = eights[..., 0], eights[..., 1]
         parts = [((low & 15) | high << 4).reshape(panels, pieces, -1)]
+        if target is Format.INT5_K:  # [panels, pieces, half, word, column, byte]
+            pairs = (low >> 4) | high >> 4 << 1
+            fifth = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 2 | pairs[:, :, :, 2] << 4 | pairs[:, :, :, 3] << 6
+            parts.append(fifth.reshape(panels, pieces, -1))
         if target is Format.INT6_K:
             pairs = ((low >> 4) | high >> 4 << 2).reshape(panels, pieces, 2, 2, 2, _TILE, -1)
             parts.append((pairs[:, :, :, :, 0] | pairs[:, :, :, :, 1] << 4).reshape(panels, pieces, -1))

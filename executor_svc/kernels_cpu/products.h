@@ -106,6 +106,8 @@ void multiply_panels(const Matrix& matrix, const bf16* x, const Groups& groups, 
     case kDense: return multiply_panels<kDense>(matrix, x, groups, rows, space, take, use);
     case kInt8: return multiply_panels<kInt8>(matrix, x, groups, rows, space, take, use);
     case kInt4: return multiply_panels<kInt4>(matrix, x, groups, rows, space, take, use);
+    case kInt40: return multiply_panels<kInt40>(matrix, x, groups, rows, space, take, use);
+    case kInt5K: return multiply_panels<kInt5K>(matrix, x, groups, rows, space, take, use);
     case kInt4K: return multiply_panels<kInt4K>(matrix, x, groups, rows, space, take, use);
     default: return multiply_panels<kInt6K>(matrix, x, groups, rows, space, take, use);
   }

@@ -79,13 +79,14 @@ inline ScalesOfEight scales_of_eight(Piece piece, int eight, int group) {
   };
   const auto multiples = [&](size_t at) { return _mm256_cvtepi32_ps(load_eight_bytes(piece.data + at + 8 * eight)); };
   if constexpr (format == kInt4) return {factors(piece.data + 512), factors(piece.data + 576)};
-  if constexpr (format == kInt4K) {
-    return {_mm256_mul_ps(factors(piece.factors), multiples(512)),
-            _mm256_mul_ps(factors(piece.factors + 64), multiples(544))};
+  if constexpr (format == kInt4K || format == kInt5K) {
+    constexpr size_t kAt = format == kInt4K ? 512 : 640;
+    return {_mm256_mul_ps(factors(piece.factors), multiples(kAt)),
+            _mm256_mul_ps(factors(piece.factors + 64), multiples(kAt + 32))};
   }
   const __m256 scale = format == kInt6K ? _mm256_mul_ps(factors(piece.factors), multiples(768 + 32 * group))
-                                        : factors(piece.data + 1024);
-  return {scale, _mm256_mul_ps(scale, _mm256_set1_ps(format == kInt6K ? -32.0f : -128.0f))};
+                                        : factors(piece.data + (format == kInt8 ? 1024 : 512));
+  return {scale, _mm256_mul_ps(scale, _mm256_set1_ps(-kMiddle<format>))};
 }
 
 // out[rows][32] = rows [first, first + rows) of those that `groups` knows times a panel of quantised weights, in whole
@@ -117,24 +118,30 @@ void multiply_few(const Groups& groups, int first, const uint8_t* panel, int pie
             }
           }
         } else {
-          // Sixteen products of 64 and 15, or eight of 64 and 63, stay within 16 bits.
-          const auto dot = [&](__m256i numbers, int fours) {
+          // Sixteen products of 64 and 31, or eight of 64 and 63, stay within 16 bits.
+          const auto dot = [&](__m256i numbers, int set) {
             for (int row = 0; row < rows; ++row) {
-              upper[row] = _mm256_add_epi16(upper[row], times(numbers, row, 0, fours));
-              lower[row] = _mm256_add_epi16(lower[row], times(numbers, row, 1, fours));
+              upper[row] = _mm256_add_epi16(upper[row], times(numbers, row, 0, set));
+              lower[row] = _mm256_add_epi16(lower[row], times(numbers, row, 1, set));
             }
           };
-          const __m256i low = _mm256_set1_epi8(15), top = _mm256_set1_epi8(48);
-          __m256i tops = low;
-          if constexpr (format == kInt6K) tops = load_halves(piece.data + 512 + 128 * half + 64 * group + 32 * at);
+          const __m256i low = _mm256_set1_epi8(15), fifth = _mm256_set1_epi8(16), top = _mm256_set1_epi8(48);
+          __m256i bits = low;
+          if constexpr (format == kInt5K) bits = load_halves(piece.data + 512 + 64 * half + 32 * at);
+          if constexpr (format == kInt6K) bits = load_halves(piece.data + 512 + 128 * half + 64 * group + 32 * at);
           constexpr int kWords = 4 / kGroupsOf<format>;
           for (int i = 0; i < kWords; ++i) {
             const __m256i both = load_halves(piece.data + 256 * half + 64 * (kWords * group + i) + 32 * at);
             __m256i even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+            if constexpr (format == kInt5K) {
+              even = _mm256_or_si256(even, _mm256_and_si256(_mm256_slli_epi16(bits, 4), fifth));
+              odd = _mm256_or_si256(odd, _mm256_and_si256(_mm256_slli_epi16(bits, 3), fifth));
+              bits = _mm256_srli_epi16(bits, 2);
+            }
             if constexpr (format == kInt6K) {
-              even = _mm256_or_si256(even, _mm256_and_si256(_mm256_slli_epi16(tops, 4), top));
-              odd = _mm256_or_si256(odd, _mm256_and_si256(_mm256_slli_epi16(tops, 2), top));
-              tops = _mm256_srli_epi16(tops, 4);
+              even = _mm256_or_si256(even, _mm256_and_si256(_mm256_slli_epi16(bits, 4), top));
+              odd = _mm256_or_si256(odd, _mm256_and_si256(_mm256_slli_epi16(bits, 2), top));
+              bits = _mm256_srli_epi16(bits, 4);
             }
             dot(even, 2 * (kWords * group + i));
             dot(odd, 2 * (kWords * group + i) + 1);

@@ -170,20 +170,11 @@ void multiply_few(const Groups& groups, const uint8_t* panel, int pieces, float*
             second[row] = _mm512_dpbusd_epi32(second[row], numbers, all_ints(lower));
           }
         };
-        const Ints low = _mm512_set1_epi8(15);
-        const auto eight = [&](int i) { return load_ints(piece.data + 256 * half + 64 * i); };
         if constexpr (format == kInt8) {
           for (int i = 0; i < 8; ++i) dot(load_ints(piece.data + 512 * half + 64 * i), i);
-        } else if constexpr (format == kInt6K) {
-          const Ints upper = load_ints(piece.data + 512 + 128 * half + 64 * group);
-          for (int set = 0; set < 4; ++set) {
-            dot(six_bits(eight(2 * group + set / 2), upper, set), 4 * group + set);
-          }
         } else {
-          for (int i = 0; i < 4; ++i) {
-            dot(_mm512_and_si512(eight(i), low), 2 * i);
-            dot(_mm512_and_si512(_mm512_srli_epi16(eight(i), 4), low), 2 * i + 1);
-          }
+          constexpr int kSets = 8 / kGroupsOf<format>;
+          for (int set = kSets * group; set < kSets * (group + 1); ++set) dot(numbers_of<format>(piece, half, set), set);
         }
         const auto [scale, least] = scales_of<format>(piece, half, group);
         for (int row = 0; row < rows; ++row) {
@@ -219,7 +210,7 @@ void multiply_panel(const Matrix& matrix, int index, const bf16* x, const Groups
       case 3: multiply_few<format, 3>(groups, panel, pieces, out); break;
       case 4: multiply_few<format, 4>(groups, panel, pieces, out); break;
       default:
-        if constexpr (kGroupsOf<format> == 1) {
+        if constexpr (format != kInt5K && format != kInt6K) {
           multiply_groups<format>(x, stride, groups, rows, panel, pieces, out);
         } else {
           multiply_block<format, false, false>(x, stride, panel, pieces, out, [] {});

@@ -5,30 +5,36 @@
 //   kDense  2 tiles of bfloat16                                            2048 bytes
 //   kInt8   2 x [8][16 columns][4 deep] numbers + 128, 32 float16 scales   1088 bytes
 //   kInt4   2 x [4][16 columns] of 8 numbers, 32 scales, 32 minima          640 bytes: w = scale * number + minimum
+//   kInt40  2 x [4][16 columns] of 8 numbers, 32 scales                     576 bytes: w = scale * (number - 8)
 //   kInt4K  2 x [4][16 columns] of 8 numbers, 32 bytes s, 32 bytes m        576 bytes: w = scale * s * number + least * m
+//   kInt5K  the same; before s, 2 x [16 columns] of 32 numbers' fifth bit   704 bytes
 //   kInt6K  2 x [4][16 columns] of 8 numbers' lower 4 bits, 2 x [2][16 columns] of 16 numbers' upper 2,
 //           [2][32] bytes s, of 16 deep each                                832 bytes: w = scale * s * (number - 32)
-// Before 8 pieces of the last two stand their columns' factors: 32 scales, 32 leasts (which kInt6K has not), float16.
-// A column's 8 numbers of 4 bits are 32 bits: from the low end those 0, 2, 4, 6 deep, then those 1, 3, 5, 7 deep. Of the
-// upper bits a byte has those of the numbers whose lower ones are in the same byte: in the lower half of the first 32
-// bits, in the upper half, in the lower half of the next 32, in the upper half.
-// These are the groups of GGUF's Q8_0, Q4_0 and Q4_1, Q4_K and Q6_K.
+// Before 8 pieces of the last three stand their columns' factors: 32 scales, 32 leasts (which kInt6K has not), float16.
+// A column's 8 numbers of 4 bits are 32 bits: from the low end those 0, 2, 4, 6 deep, then those 1, 3, 5, 7 deep. Lower
+// or upper halves of their bytes are a set of 4 numbers, a piece has 8 sets. Bits over the fourth are in the bytes of the
+// same place: of kInt5K bit i is set i's; of kInt6K the first 32 bits have sets 0 to 3, two bits each, the next the rest.
+// These are the groups of GGUF's Q8_0, Q4_1, Q4_0, Q4_K, Q5_K and Q6_K.
 #pragma once
 
 #include "tiles.h"
 
 namespace stepwire {
 
-enum Format : int32_t { kDense = 0, kInt8 = 1, kInt4 = 2, kInt4K = 3, kInt6K = 4 };
+enum Format : int32_t { kDense = 0, kInt8 = 1, kInt4 = 2, kInt40 = 3, kInt4K = 4, kInt5K = 5, kInt6K = 6 };
 
 constexpr int kPanel = 32;
-constexpr size_t kPieceBytes[] = {2048, 1088, 640, 576, 832};
+constexpr size_t kPieceBytes[] = {2048, 1088, 640, 576, 576, 704, 832};
 constexpr int kTogether = 8;  // pieces with common factors
-constexpr size_t kFactorBytes[] = {0, 0, 0, 128, 64};
+constexpr size_t kFactorBytes[] = {0, 0, 0, 0, 128, 128, 64};
 
 // Groups of one scale in a piece's depth.
 template <Format format>
 constexpr int kGroupsOf = format == kInt6K ? 2 : 1;
+
+// What its numbers are too large by where a weight is scale * number and no more.
+template <Format format>
+constexpr float kMiddle = format == kInt8 ? 128 : format == kInt6K ? 32 : 8;
 
 struct Matrix {
   const uint8_t* data;
@@ -70,12 +76,29 @@ inline Scales scales_of(Piece piece, int half, int group = 0) {
   const auto factors = [&](const uint8_t* at) { return from_float16(load_halves(at + 32 * half)); };
   const auto multiples = [&](size_t at) { return to_floats(load_bytes(piece.data + at + 16 * half)); };
   if constexpr (format == kInt4) return {factors(piece.data + 512), factors(piece.data + 576)};
-  if constexpr (format == kInt4K) {
-    return {mul(factors(piece.factors), multiples(512)), mul(factors(piece.factors + 64), multiples(544))};
+  if constexpr (format == kInt4K || format == kInt5K) {
+    constexpr size_t kAt = format == kInt4K ? 512 : 640;
+    return {mul(factors(piece.factors), multiples(kAt)), mul(factors(piece.factors + 64), multiples(kAt + 32))};
   }
   const Floats scale = format == kInt6K ? mul(factors(piece.factors), multiples(768 + 32 * group))
-                                        : factors(piece.data + 1024);
-  return {scale, mul(scale, all(format == kInt6K ? -32.0f : -128.0f))};
+                                        : factors(piece.data + (format == kInt8 ? 1024 : 512));
+  return {scale, mul(scale, all(-kMiddle<format>))};
+}
+
+// What a set has of its numbers, a byte each, 16 columns.
+template <Format format>
+inline Ints numbers_of(Piece piece, int half, int set) {
+  const Ints eight = load_ints(piece.data + 256 * half + 64 * (set / 2));
+  const Ints lower = set % 2 == 0 ? eight : shift_right(eight, 4);
+  Ints top = all_ints(0);
+  const auto cut = [&](Ints bits, int left, int mask) {  // bits moved, of each byte those of the mask
+    top = cut_and_set(left >= 0 ? shift_left(bits, left) : shift_right(bits, -left), all_ints(mask), top);
+  };
+  if constexpr (format == kInt5K) cut(load_ints(piece.data + 512 + 64 * half), 4 - set, 0x10101010);
+  if constexpr (format == kInt6K) {
+    cut(load_ints(piece.data + 512 + 128 * half + 64 * (set / 4)), 4 - 2 * (set % 4), 0x30303030);
+  }
+  return cut_and_set(lower, all_ints(0x0f0f0f0f), top);
 }
 
 // A number of `bits` bits where the last of them is 2^at of a float's fraction, as 2^(23 - at) + number: cut out and made
@@ -88,15 +111,6 @@ inline Floats number_at(Ints word) {
   return same_bits(cut_and_set(word, cut, base));
 }
 
-// Numbers of 6 bits, a byte each: `set` 0, 1: of the first eight whose upper bits are in `upper`, lower half and upper
-// half of each byte of `eight`; 2, 3: of the next.
-inline Ints six_bits(Ints eight, Ints upper, int set) {
-  const Ints lower = set % 2 == 0 ? eight : shift_right(eight, 4);
-  const Ints moved = set < 2 ? shift_left(upper, 4 - 2 * set) : shift_right(upper, 2 * set - 4);
-  const Ints top = cut_and_set(moved, all_ints(0x30303030), all_ints(0));
-  return cut_and_set(lower, all_ints(0x0f0f0f0f), top);
-}
-
 // put(i, a, b) for all 16 pairs of neighbours in one piece's depth: weights of 16 columns at 2i and at 2i + 1. What
 // number_at() adds is taken from the least weight: exact where that is not much smaller than the scale, else rounded by a
 // thousandth of the scale at most.
@@ -104,12 +118,12 @@ template <Format format, typename Put>
 inline void each_pair(Piece piece, int half, const Put& put) {
   Scales scales = scales_of<format>(piece, half);
   const auto without = [&](float base) { return fnma(all(base), scales.scale, scales.least); };
-  if constexpr (format == kInt8 || format == kInt6K) {
+  if constexpr (format == kInt8 || format == kInt5K || format == kInt6K) {
     Floats least8 = without(1 << 15);
     const auto weight = [&](Ints word) { return fma(number_at<8, 8>(word), scales.scale, least8); };
-    // put_four(a, b, c, d) takes what the four bytes of a word are, from the low end.
-    const auto each_byte = [&](Ints four, const auto& put_four) {
-      put_four(weight(shift_left(four, 8)), weight(four), weight(shift_right(four, 8)), weight(shift_right(four, 16)));
+    // take(a, b, c, d): what the four bytes of a word are, from the low end.
+    const auto each_byte = [&](Ints four, const auto& take) {
+      take(weight(shift_left(four, 8)), weight(four), weight(shift_right(four, 8)), weight(shift_right(four, 16)));
     };
     if constexpr (format == kInt8) {
       for (int i = 0; i < kTile / 2; ++i) {
@@ -119,23 +133,19 @@ inline void each_pair(Piece piece, int half, const Put& put) {
         });
       }
     } else {
-      for (int i = 0; i < kTile / 4; ++i) {
-        if (i == 2) {
+      for (int set = 0; set < 8; ++set) {
+        if (kGroupsOf<format> == 2 && set == 4) {
           scales = scales_of<format>(piece, half, 1);
           least8 = without(1 << 15);
         }
-        const Ints eight = load_ints(piece.data + 256 * half + 64 * i);
-        const Ints upper = load_ints(piece.data + 512 + 128 * half + 64 * (i / 2));
-        for (int odd : {0, 1}) {
-          each_byte(six_bits(eight, upper, 2 * (i % 2) + odd), [&](Floats a, Floats b, Floats c, Floats d) {
-            put(4 * i + odd, a, c);
-            put(4 * i + 2 + odd, b, d);
-          });
-        }
+        each_byte(numbers_of<format>(piece, half, set), [&](Floats a, Floats b, Floats c, Floats d) {
+          const int i = 4 * (set / 2) + set % 2;
+          put(i, a, c);
+          put(i + 2, b, d);
+        });
       }
     }
   } else {
-    static_assert(format == kInt4 || format == kInt4K);
     const Floats scale = scales.scale;
     const Floats least8 = without(1 << 15), least12 = without(1 << 11), least16 = without(1 << 7);
     const auto at8 = [&](Ints word) { return fma(number_at<4, 8>(word), scale, least8); };

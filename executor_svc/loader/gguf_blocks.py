@@ -1,6 +1,6 @@
 """Quantised GGUF tensors as the blocks that the CPU kernels multiply.
 
-The usual types go over number by number. The rest, of 2, 3 and 5 bits or with numbers out of tables, become 8 bits:
+The usual types go over number by number. The rest, of 2 and 3 bits or with numbers out of tables, become 8 bits:
 that rounds a weight by at most 1/254 of the largest of its 32, little beside what such types round themselves.
 """
 
@@ -17,9 +17,10 @@ from executor_svc.kernels_cpu.packing import GROUP, Blocks, Format, quantise
 
 _KEPT: Final = {
     GGMLQuantizationType.Q8_0: Format.INT8,
-    GGMLQuantizationType.Q4_0: Format.INT4,
+    GGMLQuantizationType.Q4_0: Format.INT4_0,
     GGMLQuantizationType.Q4_1: Format.INT4,
     GGMLQuantizationType.Q4_K: Format.INT4_K,
+    GGMLQuantizationType.Q5_K: Format.INT5_K,
     GGMLQuantizationType.Q6_K: Format.INT6_K,
 }
 _SLAB: Final = 1 << 20  # weights made floats at a time, which stay in a cache
@@ -53,19 +54,22 @@ def _kept(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> Blocks:
 
     if kind == GGMLQuantizationType.Q8_0:
         return Blocks(Format.INT8, signed(2, 34).reshape(rows, -1), halves(0)[:, :, 0])
-    if kind == GGMLQuantizationType.Q4_K:
+    if kind in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K):
         own, least = _of_six_bits(raw[:, :, 4:16])
         # Of each 32 bytes the lower halves are one group, the upper ones the next.
-        numbers = _nibbles(raw[:, :, 16:], GROUP).reshape(rows, -1)
+        numbers = _nibbles(raw[:, :, -128:], GROUP).reshape(rows, -1)
+        if kind == GGMLQuantizationType.Q5_K:
+            bits = [raw[:, :, 16:48] >> np.uint8(group) & np.uint8(1) for group in range(8)]
+            numbers |= np.concatenate(bits, axis=2).reshape(rows, -1) << np.uint8(4)
         factors = halves(0, 2) * np.array([1, -1], np.float16)
-        return Blocks(Format.INT4_K, numbers, own.view(np.int8), least.view(np.int8), factors)
+        return Blocks(format_of(kind), numbers, own.view(np.int8), least.view(np.int8), factors)
     if kind == GGMLQuantizationType.Q6_K:
         numbers = _nibbles(raw[:, :, :128], 64).reshape(rows, -1)
         numbers |= _crumbs(raw[:, :, 128:192]).reshape(rows, -1) << np.uint8(4)
         return Blocks(Format.INT6_K, numbers, signed(192, 208).reshape(rows, -1), factors=halves(208))
-    scales = halves(0)[:, :, 0]
-    minima = halves(2)[:, :, 0] if kind == GGMLQuantizationType.Q4_1 else scales * np.float16(-8)
-    return Blocks(Format.INT4, _nibbles(raw[:, :, -GROUP // 2 :], GROUP // 2).reshape(rows, -1), scales, minima)
+    numbers = _nibbles(raw[:, :, -GROUP // 2 :], GROUP // 2).reshape(rows, -1)
+    minima = halves(2)[:, :, 0] if kind == GGMLQuantizationType.Q4_1 else None
+    return Blocks(format_of(kind), numbers, halves(0)[:, :, 0], minima)
 
 
 def _nibbles(packed: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:

@@ -161,7 +161,7 @@ static void run(Format format, int block_size, int window, int threads) {
 }
 
 int main() {
-  for (Format format : {kDense, kInt8, kInt4, kInt4K, kInt6K}) {
+  for (Format format : {kDense, kInt8, kInt4, kInt40, kInt4K, kInt5K, kInt6K}) {
     run(format, 16, 0, 2);
     run(format, 6, 20, 1);
   }

@@ -69,7 +69,7 @@ class Case:
 
     @classmethod
     def of(cls, format_: Format) -> "Case":
-        if format_ in (Format.INT4_K, Format.INT6_K):  # come in 256 weights of a row
+        if format_ in (Format.INT4_K, Format.INT5_K, Format.INT6_K):  # come in 256 weights of a row
             return cls(256, 256, heads=4, kv_heads=2, format=format_)
         return cls(format=format_)
 

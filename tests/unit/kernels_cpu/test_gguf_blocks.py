@@ -21,7 +21,14 @@ from tests.gguf_rows import random_rows
 from tests.unit.kernels_cpu.scene import Side, Work, kernels, relative_error
 from tests.unit.models.checkpoints import expected_logits, make_model, write_gguf
 
-KEPT = {"Q8_0": Format.INT8, "Q4_0": Format.INT4, "Q4_1": Format.INT4, "Q4_K": Format.INT4_K, "Q6_K": Format.INT6_K}
+KEPT = {
+    "Q8_0": Format.INT8,
+    "Q4_0": Format.INT4_0,
+    "Q4_1": Format.INT4,
+    "Q4_K": Format.INT4_K,
+    "Q5_K": Format.INT5_K,
+    "Q6_K": Format.INT6_K,
+}
 QUANTISED = sorted(kind.name for kind in _type_traits if GGML_QUANT_SIZES[kind][0] > 1)
 
 

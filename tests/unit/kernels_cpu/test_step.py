@@ -26,7 +26,9 @@ CASES = {
     "wide heads": Case(heads=20, kv_heads=1, head_dim=96, block_size=32),
     "int8": Case(format=Format.INT8),
     "int4": Case(format=Format.INT4, extras=True),
+    "int4_0": Case(format=Format.INT4_0),
     "int4_k": replace(Case.of(Format.INT4_K), extras=True),
+    "int5_k": replace(Case.of(Format.INT5_K), extras=True),
     "int6_k": replace(Case.of(Format.INT6_K), extras=True),
 }
 # bfloat16 keeps 8 bits: three layers of it stay well within this of float32.
