@@ -14,6 +14,8 @@ from executor_svc.kernels_cpu import compile as build
 from executor_svc.kernels_cpu.compile import FLAGS, LEVELS, SOURCE, DamagedKernels, NoKernels, find_compiler
 from executor_svc.kernels_cpu.library import Library
 
+# Some of a minute each, where nothing else runs.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
 TILES, VECTORS, AVX2 = LEVELS
 
@@ -52,7 +54,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
     def build_sanitised(sanitizer: str, level: build.Level) -> "subprocess.CompletedProcess[str]":
         flags = [flag for flag in FLAGS if flag not in ("-shared", "-O3")]
         # Names and lines are all a report needs; full debug information takes as long as the rest of the compilation.
-        command = [compiler, *flags, *level.options, "-O1", "-g1", f"-fsanitize={sanitizer}",
+        command = [compiler, *flags, *level.options, "-Og", "-g1", f"-fsanitize={sanitizer}",
                    "-fno-sanitize-recover=all", "-DSTEPWIRE_PORTABLE_TILES", f"-I{SOURCE}", str(HERE / "sanitised.cpp"),
                    "-o", str(folder / f"{sanitizer}-{level.name}")]  # fmt: skip
         return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -67,7 +69,6 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: str(level.name))
 def test_every_level_compiles_and_loads_where_it_may(builds: Builds, level: build.Level) -> None:
     path = builds.levels[level].result()
@@ -82,7 +83,6 @@ def test_every_level_compiles_and_loads_where_it_may(builds: Builds, level: buil
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", SANITISED, ids=lambda case: f"{case[0]} {case[1].name}")
 def test_sanitised(builds: Builds, case: tuple[str, build.Level]) -> None:
     """Every kernel on small shapes, tiles in plain memory, where a sanitiser sees each access."""

@@ -11,7 +11,7 @@ from executor_svc.kernels_cpu.packing import Format
 from tests.unit.kernels_cpu import scene
 from tests.unit.kernels_cpu.test_step import CASES, check_logits, check_products
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """Skips where no kernels can be built or run."""
     scene.kernels()
     lowest = LEVELS[-1]
-    level = Level("emulated", (*lowest.options, f"-I{Path(__file__).with_name('emulated')}"), lowest.needs)
+    level = Level("emulated", (*lowest.options, "-O1", f"-I{Path(__file__).with_name('emulated')}"), lowest.needs)
     path = tmp_path_factory.mktemp("emulated") / "step.so"
     build(find_compiler(), level, path)
     library = Library(path)
