@@ -3,8 +3,11 @@
 import contextlib
 import dataclasses
 import importlib
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from deploy.terminal import err, print_json, write_answer
@@ -56,14 +59,45 @@ def stream_answer(stream: Generation) -> str:
     """Writes the answer as it comes, ends it with a newline, returns it. Ctrl-C leaves a whole line behind too."""
     pieces: list[str] = []
     try:
-        for event in stream:
-            if isinstance(event, Delta) and event.text:
-                pieces.append(event.text)
-                write_answer(event.text)
+        with _closed_by_interrupt(stream):
+            for event in stream:
+                if isinstance(event, Delta) and event.text:
+                    pieces.append(event.text)
+                    write_answer(event.text)
     finally:
         if pieces and not pieces[-1].endswith("\n"):
             write_answer("\n")
     return "".join(pieces)
+
+
+@contextlib.contextmanager
+def _closed_by_interrupt(stream: Generation) -> Iterator[None]:
+    """Ctrl-C closes `stream`; KeyboardInterrupt is raised when what is done within has ended. Raised inside gRPC it may
+    leave a lock of the channel held, for which the next call would wait for ever. A second Ctrl-C raises it at once."""
+    is_main = threading.current_thread() is threading.main_thread()  # others set no handlers
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupted = False
+
+    def close(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+        # The thread that was interrupted may hold the lock that this waits for.
+        threading.Thread(target=stream.close, name="close-answer", daemon=True).start()
+
+    signal.signal(signal.SIGINT, close)
+    try:
+        yield
+    except StepwireError:
+        if not interrupted:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def chat(

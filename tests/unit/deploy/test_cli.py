@@ -4,12 +4,14 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -20,7 +22,7 @@ from deploy.progress import ProgressLine
 from deploy.terminal import printable
 from executor_svc.kernels_cpu.compile import LEVELS, NoKernels, own_level
 from executor_svc.kernels_cpu.library import load_library
-from stepwire_client import Message, Unavailable
+from stepwire_client import Cancelled, Delta, Generation, Message, Unavailable
 from stepwire_client._gen.stepwire.v1 import inference_pb2 as pb
 from tests.unit.client.fake_server import FakeInference, fail, serving
 from tests.unit.kernels_cpu.scene import put_foreign
@@ -122,6 +124,35 @@ def test_a_conversation_survives_a_cut_or_failed_turn(monkeypatch: pytest.Monkey
     assert seen == [["a"], ["a", "yes", "b"], ["a", "yes", "c"], ["a", "yes", "\udcff"], ["a", "yes", "d"]]
     told = capsys.readouterr().err
     assert "draining" in told and "no text" in told
+
+
+class Endless:
+    """An answer that nothing but `close` ends; SIGINT comes while it is waited for."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def __iter__(self) -> Iterator[Delta]:
+        yield Delta("begins")
+        signal.raise_signal(signal.SIGINT)
+        assert self.closed.wait(30)
+        raise Cancelled("the stream was closed")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_an_interrupt_reaches_nobody_inside_of_grpc(capsys: Capture) -> None:
+    stream = Endless()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            calls.stream_answer(cast(Generation, stream))
+        assert stream.closed.is_set()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().out == "begins\n"
 
 
 @pytest.mark.parametrize("group", [[], ["models"], ["kernels"]])
