@@ -24,7 +24,7 @@ class ExecutorConfig(ServiceConfig):
     )
     weight_dtype: Literal["auto", "dense", "int8", "int4"] = Field(
         default="auto",
-        description="CPU kernels only; auto: GGUF blocks as they are, else dense; dense: in dtype",
+        description="CPU kernels only; auto: GGUF blocks as they are or in 8 bits, else dense; dense: in dtype",
     )
     numerics: Literal["exact", "fast"] = Field(
         default="fast", description="exact: tokens do not depend on batch, chunks, cache or restarts"

@@ -1,4 +1,4 @@
-"""A native decoder out of a model's files. Quantised GGUF blocks go into the kernels' order without becoming floats."""
+"""A native decoder out of a model's files. What GGUF has quantised stays so."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -68,10 +68,19 @@ def test_floats_stay_floats(name: str) -> None:
 
 
 def test_rows_are_rounded_in_slabs_and_come_back_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = rows_of(GGMLQuantizationType.Q6_K)
-    whole = read_blocks(raw, GGMLQuantizationType.Q6_K, only_kept=False)
+    kind = GGMLQuantizationType.Q3_K
+    raw = rows_of(kind)
+    whole = read_blocks(raw, kind, only_kept=False)
+    slabs: list[int] = []
+
+    def counted(rows: NDArray[np.uint8], own: GGMLQuantizationType) -> NDArray[Any]:
+        slabs.append(len(rows))
+        return dequantize(rows, own)
+
+    monkeypatch.setattr("executor_svc.loader.gguf_blocks.dequantize", counted)
     monkeypatch.setattr("executor_svc.loader.gguf_blocks._SLAB", 5 * 512)
-    parts = read_blocks(raw, GGMLQuantizationType.Q6_K, only_kept=False)
+    parts = read_blocks(raw, kind, only_kept=False)
+    assert sorted(slabs) == [4, 5, 5, 5, 5]
     assert whole is not None
     assert parts is not None
     np.testing.assert_array_equal(parts.values(), whole.values())
