@@ -25,6 +25,7 @@ class BlockPool:
         self.num_free = num_blocks  # and holding nothing worth keeping
         self._free: U32 = np.arange(num_blocks, dtype=np.uint32)  # a stack: its last num_free entries, the first next
         self._users: dict[int, int] = {}  # of the blocks that have more than one
+        self._at_once = int(num_blocks * _EVICTED_AT_ONCE)
 
     @property
     def available(self) -> int:
@@ -54,8 +55,14 @@ class BlockPool:
         """Frees `least` idle cached blocks, and a few of those that are next: what an eviction costs is what it finds
         cold, and most steps that admit then have none."""
         assert self.cache is not None
-        count = min(max(least, int(self.num_blocks * _EVICTED_AT_ONCE)), self.cache.num_idle)
+        count = min(max(least, self._at_once), self.cache.num_idle)
         self._push(np.concatenate(self.cache.evict(count)))
+
+    def evict_early(self) -> None:
+        """Keeps about as many blocks free as are evicted at once, so that most steps find theirs without an eviction.
+        Nobody needs to call it."""
+        if self.num_free < self._at_once and self.cache is not None and self.cache.num_idle:
+            self._evict(1)
 
     def share(self, blocks: list[int]) -> None:
         """One more user for each of these blocks, which have users or are idle in the prefix cache."""

@@ -61,11 +61,13 @@ def output_limit(info: ExecutorInfo, config: CoreConfig) -> int:
 class ExecutorState:
     """Lives as long as the address is known; `connect` and `disconnect` bound each epoch.
 
-    limbo: rows that were given up while steps naming them are in flight; they and their blocks are used by nobody until
-    the last of those results arrived. releases: rows to name in the next plan's `release`. prefilling: rows whose
-    prefill is not planned to its end, in order of admission. quiet_steps: so many of the next steps can all rows that
-    decode take without a block and without reaching their end; meaningful while the set of `decoding` stands. context:
-    tokens a sequence may reach, here or, should it have to move, on the smallest executor known; set by the scheduler.
+    limbo: rows that were given up while steps naming them are in flight; they and their blocks are used by nobody
+    until the last of those results arrived. leaving: rows of ended sequences that nothing names any more, not free yet
+    as that can wait until the next plan is sent; empty when nothing is in flight. releases: rows to name in the next
+    plan's `release`. prefilling: rows whose prefill is not planned to its end, in order of admission. quiet_steps: so
+    many of the next steps can all rows that decode take without a block and without reaching their end; meaningful
+    while the set of `decoding` stands. context: tokens a sequence may reach, here or, should it have to move, on the
+    smallest executor known; set by the scheduler.
     """
 
     def __init__(self, executor_id: int, address: str, config: CoreConfig) -> None:
@@ -96,6 +98,7 @@ class ExecutorState:
         self.free_rows = list(range(num_rows))
         self.flights: deque[Flight] = deque()
         self.limbo: list[int] = []
+        self.leaving: list[int] = []
         self.releases: list[int] = []
         self.prefilling: list[int] = []
         self.next_step = 1
@@ -252,7 +255,9 @@ class ExecutorState:
         return high == final
 
     def prepare(self) -> None:
-        """Finds early which rows sample in the newest step in flight and which decode in the next one."""
+        """Does early what the next result and the next plan need: blocks that are free, which rows sample in the newest
+        step in flight, and which decode in the next one."""
+        self.pool.evict_early()
         if self.flights:
             sampled = self.flights[-1].sampled
             _ = sampled.batch(), sampled.keys
@@ -260,7 +265,8 @@ class ExecutorState:
 
     def vacate(self, row: int, keep: bool) -> Sequence | None:
         """Gives a row up. `keep`: tokens still in flight count, and the sequence is returned here or by `settle` once
-        the row is free; else (it ended) nothing is returned."""
+        the row is free; else (it ended) nothing is returned, and the row is free at the latest when the next result was
+        booked."""
         rows = self.rows
         rows.accept[row] = keep
         if not rows.running[row]:
@@ -276,23 +282,38 @@ class ExecutorState:
         if rows.last_step.item(row) > self.last_result:
             self.limbo.append(row)
             return None
-        sequence = self._free(row, keep)
-        return sequence if keep else None
+        if keep:
+            return self._free(row, keep)
+        self._let_go(row)
+        return None
 
     def settle(self) -> list[Sequence]:
-        """Frees the limbo rows whose last result is there. Returns their sequences that go on."""
+        """Ends the limbo of rows whose last result is there. Returns their sequences that go on."""
         going_on: list[Sequence] = []
         still: list[int] = []
         for row in self.limbo:
             if self.rows.last_step[row] > self.last_result:
                 still.append(row)
                 continue
-            keep = bool(self.rows.accept[row])
-            sequence = self._free(row, keep)
-            if keep:
-                going_on.append(sequence)
+            if self.rows.accept[row]:
+                going_on.append(self._free(row, True))
+            else:
+                self._let_go(row)
         self.limbo = still
         return going_on
+
+    def _let_go(self, row: int) -> None:
+        """Nothing names the row of an ended sequence any more. While steps are in flight there is a next result, before
+        which `free_leaving` is called."""
+        if self.flights:
+            self.leaving.append(row)
+        else:
+            self._free(row, False)
+
+    def free_leaving(self) -> None:
+        for row in self.leaving:
+            self._free(row, False)
+        self.leaving.clear()
 
     def _free(self, row: int, keep: bool) -> Sequence:
         """`keep`: the sequence goes on, with all its known tokens."""
@@ -378,8 +399,18 @@ class ExecutorState:
 
     @property
     def num_limbo_blocks(self) -> int:
-        """Blocks that become available once the results in flight have arrived."""
-        return self.pool.num_freed_by(self.rows.blocks(row) for row in self.limbo)
+        """Blocks that become available once the results in flight have arrived: those of leaving rows too."""
+        return self.pool.num_freed_by(self.rows.blocks(row) for row in (*self.limbo, *self.leaving))
+
+    @property
+    def has_plenty(self) -> bool:
+        """Of blocks: so many that nobody's next one is in question."""
+        return self.pool.available >= 4 * self.num_running
+
+    @property
+    def lacks_rows(self) -> bool:
+        """Fewer rows are free than sequences may still be admitted."""
+        return len(self.free_rows) < self.max_num_seqs - self.num_running
 
     @property
     def kept_decoding(self) -> RowSet | None:

@@ -41,14 +41,20 @@ def _check_rows(executor: ExecutorState) -> None:
     running = np.flatnonzero(rows.running).tolist()
     assert len(running) == executor.num_running, "running rows are miscounted"
     assert len(running) <= executor.max_num_seqs, "the limit on sequences was passed"
-    assert sorted([*running, *executor.limbo]) == occupied, "a row is neither running nor in limbo, or both"
+    given_up = [*executor.limbo, *executor.leaving]
+    assert sorted([*running, *given_up]) == occupied, "a row is neither running nor in limbo nor leaving, or several"
     admissions = rows.admission[occupied].tolist()
     assert len(set(admissions)) == len(admissions) and 0 not in admissions, "an admission id is used twice"
     due = rows.slack.min(initial=NEVER)  # above half of NEVER: never, for one row as for the other
     assert rows.least_slack <= due or due > NEVER // 2, "a block may be due unseen"
-    for row in executor.limbo:
+    for row in given_up:
         assert not rows.left[row], f"row {row} in limbo has tokens left to plan"
+    for row in executor.limbo:
         assert rows.last_step[row] > executor.last_result, f"row {row} stays in limbo after its last result"
+    for row in executor.leaving:
+        assert rows.last_step[row] <= executor.last_result, f"row {row} leaves before its last result"
+        assert not rows.accept[row], f"row {row} leaves and its sequence goes on"
+    assert executor.flights or not executor.leaving, "rows leave and no result will free them"
     for row in running:
         sequence = rows.seqs[row]
         assert sequence is not None and sequence.row == row, f"row {row} is not that of its sequence"

@@ -45,6 +45,8 @@ class Planner:
         return bool(executor.releases or executor.prefilling or len(executor.decoding()) or self._can_admit(executor))
 
     def plan(self, executor: ExecutorState, now_ns: int, trace_context: bytes) -> StepRecord | None:
+        if executor.leaving and (executor.lacks_rows or not executor.has_plenty):
+            executor.free_leaving()
         draft = Draft.of(executor)
         self.turns.make_room(executor, self.preempt)
         self._decodes(draft)
@@ -100,7 +102,7 @@ class Planner:
         """So many steps early may a row get its block. While blocks are plenty that is half a block's: as soon as one
         row is in need, those that will be in the next steps are served with it, and nobody is in need for as long.
         What it costs is a quarter of a block for each row; when blocks are short nobody gets one before he needs it."""
-        return executor.block_size // 2 if executor.pool.available >= 4 * executor.num_running else 0
+        return executor.block_size // 2 if executor.has_plenty else 0
 
     def _grant(self, draft: Draft, short: I64) -> None:
         """One block for each row that will soon write past its table, best rank first.
@@ -242,7 +244,8 @@ class Planner:
     # ---------------------------------------------------------------------------------------------------- admissions
 
     def _can_admit(self, executor: ExecutorState) -> bool:
-        return bool(len(self._queue) and executor.num_running < executor.max_num_seqs and executor.free_rows)
+        has_row = bool(executor.free_rows or executor.leaving)
+        return bool(len(self._queue) and executor.num_running < executor.max_num_seqs and has_row)
 
     def _admissions(self, draft: Draft, now_ns: int) -> None:
         executor = draft.executor

@@ -281,12 +281,14 @@ class Scheduler:
         return self._planner.plan(executor, now_ns, trace_context)
 
     def look_ahead(self, executor_id: int) -> None:
-        """Once a plan is sent, does early what the next result and the next plan will need: the set of rows to decode,
-        the columns of the newest step's tokens, the hashes of prompts to admit. Nobody needs to call it; it only takes
-        that work off the way from a result to the next plan."""
+        """Once a plan is sent, does what the plan could do without, and early what the next result and the next plan
+        will need: gives back the rows and blocks of who ended; evicts; finds the set of rows to decode, the columns of
+        the newest step's tokens, the hashes of prompts to admit. Nobody needs to call it; it only takes that work off
+        the way from a result to the next plan."""
         executor = self._executors[executor_id]
         if not executor.up:
             return
+        executor.free_leaving()
         executor.prepare()
         if len(self._queue) >= executor.max_num_seqs:  # of fewer each was hashed when it came
             for sequence in self._queue.ahead(_ADMITTED_NEXT):
@@ -299,6 +301,8 @@ class Scheduler:
         """
         executor = self._executors[executor_id]
         collected = collect(executor, result)
+        if executor.leaving:  # nobody looked ahead
+            executor.free_leaving()
         self._counters.generated_tokens += len(collected.tokens)
         self._tokens_seen += len(collected.tokens)
         self._measure(executor, collected, result.timings, now_ns)

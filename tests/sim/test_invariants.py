@@ -112,6 +112,25 @@ def _rests_for_ever(sim: Sim, executor: ExecutorState, pool: BlockPool) -> None:
     executor.rows.last_step[row] = 0
 
 
+def _leaves_early(sim: Sim, executor: ExecutorState, pool: BlockPool) -> None:
+    executor.vacate(_running(sim)[0], keep=False)
+    executor.leaving.append(executor.limbo.pop())
+
+
+def _leaves_and_goes_on(sim: Sim, executor: ExecutorState, pool: BlockPool) -> None:
+    executor.vacate(_running(sim)[0], keep=True)
+    executor.leaving.append(executor.limbo.pop())
+    executor.rows.last_step[executor.leaving] = 0
+
+
+def _leaves_for_ever(sim: Sim, executor: ExecutorState, pool: BlockPool) -> None:
+    executor.vacate(_running(sim)[0], keep=False)
+    executor.leaving.append(executor.limbo.pop())
+    executor.rows.last_step[executor.leaving] = 0
+    executor.flights.clear()
+    executor.next_step = executor.last_result + 1
+
+
 def _request_lost(sim: Sim, executor: ExecutorState, pool: BlockPool) -> None:
     del sim.scheduler._live[_waiting(sim.scheduler).key]
 
@@ -154,6 +173,9 @@ CASES: list[tuple[Callable[[Sim, ExecutorState, BlockPool], None], str]] = [
     (_over_the_sequence_limit, "the limit on sequences was passed"),
     (_step_forgotten, "steps in flight have a gap"),
     (_rests_for_ever, "stays in limbo"),
+    (_leaves_early, "leaves before its last result"),
+    (_leaves_and_goes_on, "leaves and its sequence goes on"),
+    (_leaves_for_ever, "no result will free them"),
     (_request_lost, "who waits is miscounted"),
     (_request_ended_twice, "did not end exactly once"),
     (_nowhere, "who waits is not in the queue"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.messages import StepPlan, StepResult, Timings
+from common.messages import ExecutorInfo, StepPlan, StepResult, Timings
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.pipeline_depth import PipelineDepth
 from scheduler_svc.core.sequence import Sequence
@@ -157,6 +157,63 @@ def test_row_and_blocks_rest_until_the_last_result_naming_them() -> None:
         sim.scheduler.stats()
     sim.run()
     sim.assert_tokens()
+    sim.assert_all_free()
+
+
+def _until_one_ended(info: ExecutorInfo, depth: int = 2) -> Sim:
+    """Two ran, the shorter has just ended and nothing in flight names it; the other's next step is in flight if the
+    depth allows, and a third waits."""
+    sim = Sim(CoreConfig(pipeline_depth=depth, enable_prefix_cache=False), info)
+    sim.looks_ahead = lambda _: False
+    sim.submit([5, 6, 7], 3)
+    sim.submit([8, 9, 10], 12)
+    sim.fill()
+    sim.submit([11, 12, 13], 12)
+    while sim.scheduler.num_live == 3:
+        sim.deliver()
+        if sim.scheduler.num_live == 3:
+            sim.fill()
+    assert not sim.executor.limbo
+    return sim
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_who_ended_gives_its_row_and_blocks_back_once_the_next_plan_is_made(looks: bool) -> None:
+    sim = _until_one_ended(toy_info())
+    executor = sim.executor
+    (row,) = executor.leaving
+    assert row not in executor.free_rows and executor.num_limbo_blocks == len(executor.rows.blocks(row)) > 0
+    sim.fill()
+    assert executor.leaving == [row], "the plan had others to give"
+    if looks:
+        sim.scheduler.look_ahead(sim.executor_id)
+    else:
+        sim.deliver()
+    assert not executor.leaving and row in executor.free_rows and not executor.num_limbo_blocks
+    sim.run()
+    sim.assert_tokens()
+    sim.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "info",
+    [toy_info(num_rows=2, max_num_seqs=2), toy_info(num_blocks=7, max_num_seqs=2)],
+    ids=["rows are short", "blocks are short"],
+)
+def test_a_plan_that_may_need_what_is_given_back_has_it(info: ExecutorInfo) -> None:
+    sim = _until_one_ended(info)
+    assert sim.executor.leaving
+    record = sim.plan()
+    assert record is not None and len(record.plan.admit) == 1 and not sim.executor.leaving
+    sim.run()
+    sim.assert_tokens()
+    sim.assert_all_free()
+
+
+def test_with_nothing_in_flight_all_is_given_back_at_once() -> None:
+    sim = _until_one_ended(toy_info(), depth=1)
+    assert not sim.executor.leaving and not sim.executor.num_limbo_blocks
+    sim.run()
     sim.assert_all_free()
 
 

@@ -113,3 +113,25 @@ def test_a_few_that_are_idle_longest_are_evicted_with_the_one_that_is_needed() -
     assert (pool.num_free, pool.available) == (3, 1023) and not any(map(pool.cache.holds, oldest[:4]))
     assert {*first, *pool.allocate(3).tolist()} == set(oldest[:4]) and len(pool.cache) == 1020
     assert set(pool.allocate(1020).tolist()) == set(oldest[4:]) and pool.available == 0, "no more than there are"
+
+
+def test_a_few_are_evicted_early_while_as_many_are_not_free() -> None:
+    pool = BlockPool(1024, use_cache=True)
+    assert pool.cache is not None
+    pool.evict_early()
+    table = pool.allocate(1024)
+    pool.evict_early()
+    assert pool.available == 0, "all are in use"
+    pool.cache.register([str(block).encode() for block in table.tolist()], table.tolist())
+    pool.free(table, 1024)
+    for _ in range(2):
+        pool.evict_early()
+        assert (pool.num_free, len(pool.cache)) == (4, 1020)
+    assert pool.allocate(1).tolist() in [[block] for block in table[-4:].tolist()]
+    pool.evict_early()
+    assert (pool.num_free, len(pool.cache)) == (7, 1016), "one was taken"
+    small = BlockPool(255, use_cache=True)
+    assert small.cache is not None
+    small.cache.register([b"a"], small.allocate(255).tolist()[:1])
+    small.evict_early()
+    assert len(small.cache) == 1, "of a small pool it would be too much"
