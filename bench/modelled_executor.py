@@ -31,12 +31,14 @@ def modelled_info(num_seqs: int, block_size: int, num_blocks: int, max_context: 
 
 
 class ModelledExecutor:
-    """`answer` plans in order. Sampled tokens are random, never EOS."""
+    """`answer` plans in order. Sampled tokens are random, EOS with a chance of `eos_chance` each."""
 
-    def __init__(self, info: ExecutorInfo, pipeline_depth: int, seed: int) -> None:
+    def __init__(self, info: ExecutorInfo, pipeline_depth: int, seed: int, eos_chance: float = 0.0) -> None:
         self.welcome = Welcome(1, info, pipeline_depth, kv_kept=False, monotonic_ns=0, wall_ns=0)
         self._known = np.zeros(info.num_rows, dtype=np.int64)  # tokens each row was admitted with
-        self._tokens = np.random.default_rng(seed).integers(1000, EOS[0], size=_TOKENS, dtype=np.uint32)
+        rng = np.random.default_rng(seed)
+        self._tokens = rng.integers(1000, EOS[0], size=_TOKENS, dtype=np.uint32)
+        self._tokens[rng.random(_TOKENS) < eos_chance] = EOS[0]
 
     def answer(self, data: bytes, num_seqs: int) -> bytes:
         """Result bytes for one plan's bytes. `num_seqs`: the bucket that is said to have run."""

@@ -12,7 +12,8 @@ their block boundaries together. Cases:
 
     steady    nobody comes or goes
     spread    the same with prompts of 16 lengths: in every step one row in 16 needs a block
-    churn     who finishes is replaced by a fresh request
+    churn     who finishes, by length, is replaced by a fresh request
+    eos       the same with answers that end by EOS, unforeseen: then a step in flight has computed one token too many
     queued    churn with 100,000 requests waiting
 
 Cases of one size run interleaved, 50 steps each in turn, so that a disturbance of the machine hits all of them.
@@ -82,15 +83,26 @@ class Case:
     """One scheduler with its modelled executor, kept full."""
 
     def __init__(
-        self, num_rows: int, steps: int, seed: int, *, churn: bool = False, spread: bool = False, queued: int = 0
+        self,
+        num_rows: int,
+        steps: int,
+        seed: int,
+        *,
+        churn: bool = False,
+        eos: bool = False,
+        spread: bool = False,
+        queued: int = 0,
     ) -> None:
         self._rng = np.random.default_rng(seed)
         self._num_rows, self._churn, self._spread = num_rows, churn, spread
-        self._output = 2 * MEAN_OUTPUT if churn else steps * (TURN + UNCOUNTED) // TURN + 4 * TURN
+        self._output = 2 * MEAN_OUTPUT if churn or eos else steps * (TURN + UNCOUNTED) // TURN + 4 * TURN
         max_context = (-(-(PROMPT + self._output) // BLOCK_SIZE) + 2) * BLOCK_SIZE
         num_blocks = (num_rows + 64) * max_context // BLOCK_SIZE
         self._executor = ModelledExecutor(
-            modelled_info(num_rows, BLOCK_SIZE, num_blocks, max_context, num_rows * 2 * PROMPT), DEPTH, seed
+            modelled_info(num_rows, BLOCK_SIZE, num_blocks, max_context, num_rows * 2 * PROMPT),
+            DEPTH,
+            seed,
+            eos_chance=1 / MEAN_OUTPUT if eos else 0.0,
         )
         self._core = Scheduler(CoreConfig(pipeline_depth=DEPTH, max_queued_requests=2 * (queued + num_rows)))
         self._core.add_executor("modelled:0")
@@ -204,6 +216,7 @@ def measure(
         "steady": Case(num_rows, steps, seed),
         "spread": Case(num_rows, steps, seed, spread=True),
         "churn": Case(num_rows, steps, seed, churn=True),
+        "eos": Case(num_rows, steps, seed, eos=True),
         "queued": Case(num_rows, steps, seed, churn=True, queued=queued),
     }
     for case in cases.values():

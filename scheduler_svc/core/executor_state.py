@@ -259,8 +259,10 @@ class ExecutorState:
         step in flight, and which decode in the next one."""
         self.pool.evict_early()
         if self.flights:
-            sampled = self.flights[-1].sampled
-            _ = sampled.batch(), sampled.keys
+            newest = self.flights[-1]
+            _ = newest.sampled.batch(), newest.sampled.keys
+            if self.limbo:  # then who goes on of the step before is likely to be who decodes in this one
+                _ = newest.decode.batch()
         _ = self.decoding().keys
 
     def vacate(self, row: int, keep: bool) -> Sequence | None:

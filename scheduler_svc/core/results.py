@@ -47,14 +47,22 @@ def collect(executor: ExecutorState, result: StepResult) -> Collected:
     sampled, tokens = flight.sampled, result.tokens
     if executor.limbo or len(tokens) < len(sampled):  # some have ended meanwhile, or failed
         index = result.emitted_rows.astype(np.int64)
-        accepted = rows.accept[index]
+        accepted = rows.accept.take(index)
         if len(tokens) < len(sampled) or not accepted.all():
-            sampled, tokens, is_eos = RowSet.of(rows, index[accepted]), tokens[accepted], is_eos[accepted]
+            sampled, tokens, is_eos = _set_of(executor, index[accepted]), tokens[accepted], is_eos[accepted]
             tokens.setflags(write=False)
     sampled.append(tokens)
     reasons, ended = _endings(executor, sampled, tokens, is_eos, flight.has_last_token)
     errors = tuple(e for e in errors if rows.accept[e.row]) if errors else ()
     return Collected(flight, sampled, tokens, reasons, ended, errors)
+
+
+def _set_of(executor: ExecutorState, index: I64) -> RowSet:
+    """Those who go on mostly are those who decode in a step planned since."""
+    for flight in executor.flights:
+        if len(flight.decode) == len(index) and np.array_equal(flight.decode.index, index):
+            return flight.decode
+    return RowSet.of(executor.rows, index)
 
 
 def _row_errors(executor: ExecutorState, result: StepResult, step_id: int) -> tuple[RowError, ...]:
@@ -115,7 +123,7 @@ def _endings(
     has_eos = bool(np.count_nonzero(is_eos))
     if not (has_last_token or has_eos or rows.num_with_stops):
         return sampled.batch().no_reasons, {}
-    if has_eos:
+    if has_eos and rows.num_ignoring_eos:
         may_end = is_eos & ~rows.ignore_eos[index]
     if rows.num_with_stops:
         may_end = may_end | (rows.stops[index] == tokens[:, None]).any(axis=1)

@@ -27,8 +27,8 @@ class Rows:
     prefilled: known computed positions of the prefill. tenant: slot in Tenants. forked_from: admission id of the leader
     whose prompt its table began with, 0: none. last_step: the last step naming the row.
     recent: known tokens the Sequences have not got yet.
-    num_with_stops, num_with_raw: rows whose occupant has stop ids, wants raw logits. num_of_worker: rows by the worker
-    their occupant came through; who has none is not in it.
+    num_with_stops, num_with_raw, num_ignoring_eos: rows whose occupant has stop ids, wants raw logits, ignores EOS.
+    num_of_worker: rows by the worker their occupant came through; who has none is not in it.
     """
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
@@ -58,7 +58,7 @@ class Rows:
         self.stops: U32 = np.full((num_rows, 4), NO_TOKEN, dtype=np.uint32)
         self.recent = RecentTokens(num_rows)
         self.tenant, self.forked_from = ints(), ints()
-        self.num_with_stops = self.num_with_raw = 0
+        self.num_with_stops = self.num_with_raw = self.num_ignoring_eos = 0
         self.num_of_worker: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -82,7 +82,9 @@ class Rows:
         self.low[row] = sequence.length
         self.final[row], self.end_reason[row] = final, end_reason
         self.running[row] = self.accept[row] = True
-        self.ignore_eos[row] = sampling.ignore_eos
+        if sampling.ignore_eos:
+            self.ignore_eos[row] = True
+            self.num_ignoring_eos += 1
         if sampling.stop_ids:
             self._set_stops(row, sampling.stop_ids)
         if request.raw_logits:
@@ -157,6 +159,9 @@ class Rows:
         if request.sampling.stop_ids:
             self.stops[row] = NO_TOKEN
             self.num_with_stops -= 1
+        if request.sampling.ignore_eos:
+            self.ignore_eos[row] = False
+            self.num_ignoring_eos -= 1
         if request.raw_logits:
             self.raw_logits[row] = False
             self.num_with_raw -= 1

@@ -17,7 +17,7 @@ def test_all_cases_are_measured_part_by_part(capsys: pytest.CaptureFixture[str])
     said = json.loads(last)
     assert said["conditions"]["queued"] == 20 and said["conditions"]["steps"] == 50
     found = said["results"]["8"]
-    for case in (found, found["spread"], found["churn"], found["queued"]):
+    for case in (found, found["spread"], found["churn"], found["eos"], found["queued"]):
         assert 0 < case["p50_us"] <= case["p99_us"] and case["steps"] == 50
         assert case["parts"].keys() == {"decode", "update", "schedule", "encode"}
         assert 0 < case["plan_bytes"]["p50"] <= case["plan_bytes"]["max"]
