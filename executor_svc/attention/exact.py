@@ -101,7 +101,7 @@ class _Step:
         scores = scores.view(batch, heads, tiles, count * group, TILE).transpose(2, 3)
         scores = scores.reshape(batch, heads, count, group, width)
         hidden = _hidden(positions, width, shape.windows[layer])
-        weights = scores.masked_fill_(hidden[:, None, :, None, :], float("-inf")).softmax(-1)
+        weights = _softmax(scores.masked_fill_(hidden[:, None, :, None, :], float("-inf")))
         weights = weights.view(batch, heads, count * group, tiles, TILE).transpose(2, 3)
         parts = ops.matmul(weights.reshape(-1, count * group, TILE), values.reshape(-1, TILE, dim))
         parts = parts.view(batch, heads, tiles, count * group, dim)
@@ -109,6 +109,25 @@ class _Step:
         for tile in range(1, tiles):
             total = total + parts[:, :, tile]
         return total.view(batch, heads, count, group, dim).transpose(1, 2).reshape(batch, count, heads * group, dim)
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, whole tiles; further ones, all -inf, change no bit."""
+    # torch's kernels for CUDA add few numbers in another order than many.
+    return tiled_softmax(scores) if scores.is_cuda else scores.softmax(-1)
+
+
+def tiled_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """As _softmax, by operations on elements alone: halves of a tile are added, then the tiles from the first on. The
+    largest is the same in any order."""
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
+    sums = weights.view(*weights.shape[:-1], -1, TILE)
+    while (half := sums.shape[-1] // 2) > 0:
+        sums = sums[..., :half] + sums[..., half:]
+    total = sums[..., 0, :]
+    for tile in range(1, sums.shape[-2]):
+        total = total + sums[..., tile, :]
+    return weights.div_(total)
 
 
 def _hidden(positions: torch.Tensor, width: int, window: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from executor_svc.attention.exact import TILE, tiled_softmax
 from executor_svc.attention.layout import (
     AttentionBackend,
     AttentionShape,
@@ -183,7 +184,7 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
     ("name", "where"),
     [
         ("exact", "cpu"),
-        # torch's softmax on CUDA sums up to 2048 numbers in another order than more.
+        # torch's own softmax on CUDA sums few numbers in another order than many.
         pytest.param("exact", "cuda", marks=ON_CUDA),
         pytest.param("triton", "cuda", marks=ON_CUDA),
     ],
@@ -214,6 +215,23 @@ def test_exact_bits_do_not_depend_on_how_long_the_company_is(name: str, where: s
 
     with torch.inference_mode():
         assert torch.equal(attend(2)[0], attend(1)[0])
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+def test_softmax_by_tiles_does_not_depend_on_hidden_tiles(where: str) -> None:
+    """What CUDA has in place of torch's own. The bits are those of few keys, few rows and many of both."""
+    scores = torch.randn(3, 2, 1000, generator=torch.Generator().manual_seed(0)) * 4
+    scores[1, 0, 300:] = -torch.inf
+
+    def weights(rows: int, tiles: int) -> torch.Tensor:
+        hidden = torch.full((rows, 2, tiles * TILE - 1000), -torch.inf)
+        return tiled_softmax(torch.cat((scores[:rows], hidden), -1).to(where)).cpu()
+
+    want = weights(3, 16)
+    torch.testing.assert_close(want[..., :1000], scores.softmax(-1), atol=1e-7, rtol=2e-6)
+    for rows, tiles in ((1, 16), (3, 17), (3, 33), (2, 64)):
+        got = weights(rows, tiles)
+        assert torch.equal(got[..., :1000], want[:rows, ..., :1000]) and not got[..., 1000:].any()
 
 
 def test_backends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
