@@ -1,7 +1,9 @@
 """Capturing graphs, with a stand-in for CUDA: in which order, into which memory, and what is told of it."""
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -147,6 +149,22 @@ def test_what_broke_a_capture_is_told_not_that_it_was_broken(cuda: FakeCuda, mon
     with pytest.raises(torch.AcceleratorError, match="not permitted"):
         GraphCache((2,), (16,)).capture((2,), body, CUDA, [Variant.GREEDY], lambda *told: None)
     assert cuda.ended == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_during_a_capture(cuda: FakeCuda, fails: bool) -> None:
+    """It may be a graph, whose end would break the capture."""
+    seen: list[bool] = []
+
+    def body(shape: GraphShape) -> tuple[torch.Tensor, ...]:
+        seen.append(gc.isenabled())
+        if fails and len(seen) == 2:
+            raise RuntimeError("not in a graph")
+        return ()
+
+    with pytest.raises(RuntimeError, match="not in a graph") if fails else nullcontext():
+        GraphCache((2,), (16,)).capture((2,), body, CUDA, [Variant.GREEDY], lambda *told: None)
+    assert seen == [True, False] and gc.isenabled()
 
 
 Told = list[tuple[str, int, int, str]]
