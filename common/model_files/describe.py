@@ -9,14 +9,16 @@ from typing import Any
 from common.errors import ModelError
 from common.model_files.description import ModelDescription, ModelFiles, SamplingDefaults
 from common.model_files.gguf_config import gguf_bos_id, gguf_config, gguf_eos_ids, gguf_sampling
-from common.model_files.gguf_header import GgufHeader, read_gguf_header
+from common.model_files.gguf_model import GgufModel, read_gguf
+from common.model_files.gguf_parts import one_a_model
 from common.model_files.safetensors_header import SafetensorsHeader, read_json, read_shards
 
 _HASH_FORM = b"stepwire-model-1\n"
 
 
 def read_model(path: Path, model_id: str = "", *, dummy: bool = False) -> ModelFiles:
-    """`path`: a Hugging Face directory, a GGUF file, or a directory holding exactly one GGUF file.
+    """`path`: a Hugging Face directory, a GGUF file, any part of a split one, or a directory holding exactly one GGUF
+    file or the parts of one.
 
     `model_id`: the name to give it; default: the directory's or file's own. `dummy`: a directory whose config.json
     alone counts, whatever weights lie beside it. Reads headers only. Raises ModelError naming the file that is missing,
@@ -27,14 +29,14 @@ def read_model(path: Path, model_id: str = "", *, dummy: bool = False) -> ModelF
             raise ModelError(f"{path}: random weights take their shapes from a config.json, and here is none")
         return _read_directory(path, model_id or path.resolve().name, dummy=True)
     if path.is_file():
-        return _read_gguf(path, model_id or path.stem)
+        return _read_gguf(path, model_id)
     if not path.is_dir():
         raise ModelError(f"{path}: no such file or directory")
     if (path / "config.json").is_file():
         return _read_directory(path, model_id or path.resolve().name)
-    ggufs = sorted(path.glob("*.gguf"))
+    ggufs = one_a_model(sorted(file.name for file in path.glob("*.gguf")))
     if len(ggufs) == 1:
-        return _read_gguf(ggufs[0], model_id or ggufs[0].stem)
+        return _read_gguf(path / ggufs[0], model_id)
     if ggufs:
         raise ModelError(f"{path}: holds {len(ggufs)} GGUF files; name one of them")
     state = "an empty directory" if not any(path.iterdir()) else "no model: neither config.json nor a GGUF file in it"
@@ -42,20 +44,20 @@ def read_model(path: Path, model_id: str = "", *, dummy: bool = False) -> ModelF
 
 
 def _read_gguf(path: Path, model_id: str) -> ModelFiles:
-    header = read_gguf_header(path)
-    config = gguf_config(header)
+    gguf = read_gguf(path)
+    path, config = gguf.path, gguf_config(gguf)
     vocab_size = config["vocab_size"]
     description = ModelDescription(
-        id=model_id,
-        hash=_gguf_hash(header),
+        id=model_id or gguf.name,
+        hash=_gguf_hash(gguf),
         architecture=config["architectures"][0],
         vocab_size=vocab_size,
         max_positions=_positive(config, "max_position_embeddings", path),
-        eos_ids=gguf_eos_ids(header, vocab_size),
-        bos_id=gguf_bos_id(header.metadata),
-        default_sampling=_checked_sampling(gguf_sampling(header.metadata), path),
+        eos_ids=gguf_eos_ids(gguf, vocab_size),
+        bos_id=gguf_bos_id(gguf.metadata),
+        default_sampling=_checked_sampling(gguf_sampling(gguf.metadata), path),
     )
-    return ModelFiles(path, "gguf", description, config, gguf=header)
+    return ModelFiles(path, "gguf", description, config, gguf=gguf)
 
 
 def _read_directory(path: Path, model_id: str, *, dummy: bool = False) -> ModelFiles:
@@ -86,11 +88,13 @@ def _read_directory(path: Path, model_id: str, *, dummy: bool = False) -> ModelF
     return ModelFiles(path, "dummy" if dummy else "safetensors", description, config, shards=shards)
 
 
-def _gguf_hash(header: GgufHeader) -> str:
+def _gguf_hash(model: GgufModel) -> str:
+    """Not over the files' names: a copy that is called otherwise is the same model."""
     digest = hashlib.sha256(_HASH_FORM)
-    digest.update(f"gguf {header.size}\n".encode())
-    with header.path.open("rb") as file:
-        digest.update(file.read(header.data_offset))
+    for part in model.parts:
+        digest.update(f"gguf {part.size}\n".encode())
+        with part.path.open("rb") as file:
+            digest.update(file.read(part.data_offset))
     return digest.hexdigest()[:32]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from common.model_files.gguf_header import GgufHeader
+from common.model_files.gguf_model import GgufModel
 from common.model_files.safetensors_header import SafetensorsHeader
 
 
@@ -55,15 +55,16 @@ class ModelDescription:
 class ModelFiles:
     """A model on this machine's disk, headers read and checked, weights not touched.
 
-    `path` is the directory or the GGUF file; `config` has Hugging Face's config.json form in both cases. At most one of
-    `gguf` and `shards` is filled; neither where the kind is "dummy": there are no weights, who loads it makes them up.
+    `path` is the directory or the GGUF file (of a split one the first part); `config` has Hugging Face's config.json
+    form in both cases. At most one of `gguf` and `shards` is filled; neither where the kind is "dummy": there are no
+    weights, who loads it makes them up.
     """
 
     path: Path
     kind: Literal["safetensors", "gguf", "dummy"]
     description: ModelDescription
     config: Mapping[str, Any]
-    gguf: GgufHeader | None = None
+    gguf: GgufModel | None = None
     shards: tuple[SafetensorsHeader, ...] = ()
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.errors import ModelError
 from common.model_files.description import SamplingDefaults
-from common.model_files.gguf_header import GgufHeader
+from common.model_files.gguf_model import GgufModel
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _CONTROL = 3
@@ -13,22 +13,20 @@ _CONTROL = 3
 _END_OF_TURN = frozenset({"<|eot_id|>", "<|im_end|>", "<|end_of_turn|>", "<end_of_turn>"})
 
 
-def gguf_config(header: GgufHeader) -> dict[str, Any]:
+def gguf_config(model: GgufModel) -> dict[str, Any]:
     """config.json's keys. Values are taken as they stand; the consumer checks types. Raises ModelError."""
-    get = header.metadata.get
+    get = model.metadata.get
     arch = get("general.architecture")
     if arch not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"{header.path}: architecture {arch} is not supported; supported in GGUF are {known}")
-    if get("split.count", 0) > 1:
-        raise ModelError(f"{header.path}: one of {get('split.count')} pieces; merge them into one GGUF file first")
+        raise ModelError(f"{model.path}: architecture {arch} is not supported; supported in GGUF are {known}")
     if get(f"{arch}.expert_count"):
-        raise ModelError(f"{header.path}: mixture-of-experts models are not supported")
+        raise ModelError(f"{model.path}: mixture-of-experts models are not supported")
     heads = get(f"{arch}.attention.head_count")
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
-        "vocab_size": _vocab_size(header, arch),
+        "vocab_size": _vocab_size(model, arch),
         "hidden_size": get(f"{arch}.embedding_length"),
         "intermediate_size": get(f"{arch}.feed_forward_length"),
         "num_hidden_layers": get(f"{arch}.block_count"),
@@ -36,38 +34,38 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "num_key_value_heads": get(f"{arch}.attention.head_count_kv", heads),
         "max_position_embeddings": get(f"{arch}.context_length"),
         "rms_norm_eps": get(f"{arch}.attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "tie_word_embeddings": "output.weight" not in model.tensors,
         "rope_theta": get(f"{arch}.rope.freq_base", 10000.0),
-        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in model.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
     }
     head_dim = get(f"{arch}.attention.key_length", get(f"{arch}.rope.dimension_count"))
     if head_dim is not None:
         config["head_dim"] = head_dim
         if get(f"{arch}.attention.value_length", head_dim) != head_dim:
-            raise ModelError(f"{header.path}: key_length and value_length differ, which is not supported")
+            raise ModelError(f"{model.path}: key_length and value_length differ, which is not supported")
         if get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
-            raise ModelError(f"{header.path}: rotary embedding of a part of the head is not supported")
+            raise ModelError(f"{model.path}: rotary embedding of a part of the head is not supported")
     window = get(f"{arch}.attention.sliding_window")
     if window and arch == "llama":
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-    scaling = _rope_scaling(header, arch)
+    scaling = _rope_scaling(model, arch)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config
 
 
-def _vocab_size(header: GgufHeader, arch: str) -> Any:
+def _vocab_size(model: GgufModel, arch: str) -> Any:
     """Rows of the embedding: a vocabulary may be padded, and that is what token ids are checked against."""
-    embedding = header.tensors.get("token_embd.weight")
+    embedding = model.tensors.get("token_embd.weight")
     if embedding is None:
-        raise ModelError(f"{header.path}: tensor token_embd.weight is missing")
+        raise ModelError(f"{model.path}: tensor token_embd.weight is missing")
     return embedding.shape[0]
 
 
-def _rope_scaling(header: GgufHeader, arch: str) -> dict[str, Any] | None:
+def _rope_scaling(model: GgufModel, arch: str) -> dict[str, Any] | None:
     """llama3 scaling is not here: GGUF carries it as the tensor rope_freqs.weight, which the loader applies."""
-    get = header.metadata.get
+    get = model.metadata.get
     kind = get(f"{arch}.rope.scaling.type")
     factor = get(f"{arch}.rope.scaling.factor", get(f"{arch}.rope.scale_linear"))
     if kind in (None, "none") and not factor:
@@ -88,9 +86,9 @@ def _rope_scaling(header: GgufHeader, arch: str) -> dict[str, Any] | None:
     return scaling
 
 
-def gguf_eos_ids(header: GgufHeader, vocab_size: int) -> tuple[int, ...]:
+def gguf_eos_ids(model: GgufModel, vocab_size: int) -> tuple[int, ...]:
     """Ends of text, turn and message, ascending."""
-    get = header.metadata.get
+    get = model.metadata.get
     ids = {get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
     if get("tokenizer.ggml.eot_token_id") is None:
         tokens, kinds = get("tokenizer.ggml.tokens", []), get("tokenizer.ggml.token_type", [])

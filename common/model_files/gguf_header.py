@@ -24,13 +24,14 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """`shape` is row-major (the file's order reversed); `offset` counts from the start of the file."""
+    """`shape` is row-major (the file's order reversed); `offset` counts from the start of the file `path`."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     offset: int
     num_bytes: int
+    path: Path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +108,7 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
     if not isinstance(alignment, int) or alignment < 1:
         raise ModelError(f"{path}: general.alignment must be a positive integer, not {alignment!r}")
     start = -(-cursor.at // alignment) * alignment
-    tensors = {}
+    tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in entries:
         elements, block_bytes = GGML_QUANT_SIZES[kind]
         if shape[-1] % elements:
@@ -116,7 +117,9 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
         end = start + offset + num_bytes
         if end > len(buffer):
             raise ModelError(f"{path}: truncated: tensor {name} ends at byte {end}, the file has {len(buffer)}")
-        tensors[name] = GgufTensor(name, shape, kind, start + offset, num_bytes)
+        if name in tensors:
+            raise ModelError(f"{path}: tensor {name} is in it twice")
+        tensors[name] = GgufTensor(name, shape, kind, start + offset, num_bytes, path)
     return GgufHeader(path, metadata, tensors, len(buffer), start)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from common.errors import ModelError
+from common.model_files.gguf_parts import one_a_model, parse_part
 
 _HUB_ID = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<part>[\w./-]+))?", re.ASCII
@@ -21,7 +22,6 @@ _DESCRIPTION = (
 )
 # What a repository's owner most often recommends, and what llama.cpp and Ollama take where nothing is said.
 DEFAULT_QUANTISATION = "Q4_K_M"
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _SHOWN = 12
 
@@ -29,7 +29,8 @@ _SHOWN = 12
 @dataclass(frozen=True, slots=True)
 class HubName:
     """`owner/name[@revision][:part]`. `revision`: branch, tag or commit; None: the default branch. `part`: a GGUF file
-    of the repository or a quantisation (Q8_0); "": the repository's safetensors, else its one or usual GGUF file."""
+    of the repository, or of a split one any part, or a quantisation (Q8_0); "": the repository's safetensors, else its
+    one or usual GGUF file."""
 
     reference: str
     repository: str
@@ -46,11 +47,11 @@ def parse_hub_name(reference: str) -> HubName | None:
 
 
 def needed_files(name: HubName, present: Collection[str]) -> tuple[str, ...]:
-    """The files to fetch of those `present` (paths in the repository): one GGUF file, or config, tokenizer and
-    safetensors. Never pickled weights, never code. Raises ModelError saying what there is instead."""
+    """The files to fetch of those `present` (paths in the repository): one GGUF file or all parts of one, or config,
+    tokenizer and safetensors. Never pickled weights, never code. Raises ModelError saying what there is instead."""
     ggufs = sorted(path for path in present if path.lower().endswith(".gguf") and not _NO_MODEL.search(path))
     if name.part:
-        return (_named_gguf(name, ggufs),)
+        return _named_gguf(name, ggufs)
     # Mistral's repositories hold all weights a second time, under names of their own that no loader here reads.
     weights = [p for p in present if re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", p)]
     if "config.json" in present and weights:
@@ -58,14 +59,14 @@ def needed_files(name: HubName, present: Collection[str]) -> tuple[str, ...]:
             weights = ["model.safetensors"]
         return (*(path for path in _DESCRIPTION if path in present), *sorted(weights))
     if ggufs:
-        return (_usual_gguf(name, ggufs),)
+        return _usual_gguf(name, ggufs)
     lacks = "no *.safetensors and no GGUF file" if not weights else "no config.json"
     pickled = sorted(path for path in present if path.endswith((".bin", ".pt", ".pth")))
     hint = f" ({_some(pickled)} would have to be unpickled, which Stepwire never does)" if pickled else ""
     raise ModelError(f"{name.reference}: the repository holds {lacks}{hint}")
 
 
-def _named_gguf(name: HubName, ggufs: list[str]) -> str:
+def _named_gguf(name: HubName, ggufs: list[str]) -> tuple[str, ...]:
     wanted = name.part.lower()
     if wanted.endswith(".gguf"):
         found = [path for path in ggufs if path.lower() == wanted]
@@ -75,34 +76,39 @@ def _named_gguf(name: HubName, ggufs: list[str]) -> str:
     if not found:
         there = f"it has {_some(ggufs)}" if ggufs else "it has none"
         raise ModelError(f"{name.reference}: the repository has no GGUF file {name.part}; {there}")
-    return _whole(name, found[0])
+    return _whole(name, found[0], ggufs)
 
 
-def _usual_gguf(name: HubName, ggufs: list[str]) -> str:
-    found = ggufs if len(ggufs) == 1 else _of_quantisation(DEFAULT_QUANTISATION, ggufs)
+def _usual_gguf(name: HubName, ggufs: list[str]) -> tuple[str, ...]:
+    models = one_a_model(ggufs)
+    found = models if len(models) == 1 else _of_quantisation(DEFAULT_QUANTISATION, ggufs)
     if not found:
         raise ModelError(
-            f"{name.reference}: the repository holds {len(ggufs)} GGUF files, none of them {DEFAULT_QUANTISATION}; "
+            f"{name.reference}: the repository holds {len(models)} GGUF files, none of them {DEFAULT_QUANTISATION}; "
             f"name one, as {name.repository}:FILE or {name.repository}:QUANTISATION: {_some(ggufs)}"
         )
-    return _whole(name, found[0])
+    return _whole(name, found[0], ggufs)
 
 
 def _of_quantisation(quantisation: str, ggufs: list[str]) -> list[str]:
     """Best first: x-Q4_K_M.gguf before x-UD-Q4_K_M.gguf and before folders of variants."""
-    pattern = re.compile(rf"(?:^|[-._/]){re.escape(quantisation)}(?=[-.])", re.IGNORECASE)
+    pattern = re.compile(rf"(?:^|[-._/]){re.escape(quantisation)}(?=[-./])", re.IGNORECASE)
     return sorted((path for path in ggufs if pattern.search(path)), key=lambda path: (path.count("/"), len(path), path))
 
 
-def _whole(name: HubName, path: str) -> str:
-    if _SPLIT.search(path):
-        raise ModelError(
-            f"{name.reference}: {path} is one part of a split GGUF file, which is not read; join the parts with "
-            "llama.cpp's llama-gguf-split --merge and give --model PATH"
-        )
-    return path
+def _whole(name: HubName, path: str, ggufs: list[str]) -> tuple[str, ...]:
+    """The file, or all parts of the split one that it belongs to."""
+    part = parse_part(path)
+    if part is None:
+        return (path,)
+    missing = sorted({*part.names()} - {*ggufs})
+    if missing:
+        raise ModelError(f"{name.reference}: {path} is a part of a GGUF file; the repository lacks {_some(missing)}")
+    return part.names()
 
 
 def _some(paths: list[str]) -> str:
+    """Of a split file the first part stands for all."""
+    paths = one_a_model(paths)
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(paths[:_SHOWN]) + more

@@ -2,8 +2,9 @@
 
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from common.errors import ModelError
 from common.model_files.description import ModelFiles
-from common.model_files.gguf_header import GgufHeader, GgufTensor
+from common.model_files.gguf_header import GgufTensor
+from common.model_files.gguf_model import GgufModel
 from executor_svc.kernels_cpu.packing import Blocks, Format
 from executor_svc.loader import gguf_blocks
 from executor_svc.loader.names import Part
@@ -54,12 +56,19 @@ def open_source(files: ModelFiles, device: torch.device | None = None) -> Iterat
         return
     with ExitStack() as stack:
         if files.gguf is not None:
-            file = stack.enter_context(files.gguf.path.open("rb"))
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            # Not closed here: arrays made from it may still be alive; the mapping goes with the last of them.
-            yield _GgufSource(files.gguf, buffer, permuted=files.gguf.metadata["general.architecture"] == "llama")
+            buffers = {part.path: _map(part.path) for part in files.gguf.parts}
+            yield _GgufSource(files.gguf, buffers, permuted=files.gguf.metadata["general.architecture"] == "llama")
         else:
             yield _SafetensorsSource(files, stack.enter_context)
+
+
+def _map(path: Path) -> mmap.mmap:
+    """Never closed: arrays made from it may outlive their source; the mapping goes with the last of them."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # an empty file can not be mapped
+        raise ModelError(f"{path}: can not be read: {error}") from error
 
 
 def _deviation(files: ModelFiles) -> float:
@@ -99,9 +108,9 @@ class _SafetensorsSource:
 
 
 class _GgufSource:
-    def __init__(self, header: GgufHeader, buffer: mmap.mmap, *, permuted: bool) -> None:
-        self._header = header
-        self._buffer = buffer
+    def __init__(self, model: GgufModel, buffers: Mapping[Path, mmap.mmap], *, permuted: bool) -> None:
+        self._model = model
+        self._buffers = buffers
         self._permuted = permuted
 
     def read(self, part: Part) -> torch.Tensor:
@@ -116,20 +125,20 @@ class _GgufSource:
             return gguf_blocks.read_blocks(raw, info.type, only_kept=only_kept)
 
     def _find(self, part: Part) -> GgufTensor:
-        info = self._header.tensors.get(part.gguf_name)
+        info = self._model.tensors.get(part.gguf_name)
         if info is None:
-            raise ModelError(f"{self._header.path}: tensor {part.gguf_name} is missing")
-        _check_shape(str(self._header.path), part.gguf_name, info.shape, part.shape)
+            raise ModelError(f"{self._model.path}: tensor {part.gguf_name} is missing")
+        _check_shape(str(info.path), part.gguf_name, info.shape, part.shape)
         return info
 
     def _in_order(self, part: Part, rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
         return _unpermute(rows, part.rotary_heads) if part.rotary_heads and self._permuted else rows
 
     def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
-        info = self._header.tensors.get("rope_freqs.weight")
+        info = self._model.tensors.get("rope_freqs.weight")
         if info is None:
             return None
-        _check_shape(str(self._header.path), info.name, info.shape, (head_dim // 2,))
+        _check_shape(str(info.path), info.name, info.shape, (head_dim // 2,))
         return torch.from_numpy(self._dequantize(info).astype(np.float32))
 
     def _dequantize(self, info: GgufTensor) -> np.ndarray[Any, np.dtype[Any]]:
@@ -145,7 +154,7 @@ class _GgufSource:
         return values.reshape(info.shape)
 
     def _raw(self, info: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return np.frombuffer(self._buffer, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        return np.frombuffer(self._buffers[info.path], dtype=np.uint8, count=info.num_bytes, offset=info.offset)
 
     @contextmanager
     def _dequantising(self, info: GgufTensor) -> Iterator[None]:
@@ -153,7 +162,7 @@ class _GgufSource:
             yield
         except NotImplementedError:
             raise ModelError(
-                f"{self._header.path}: tensor {info.name} has type {info.type.name}, which can not be dequantised"
+                f"{info.path}: tensor {info.name} has type {info.type.name}, which can not be dequantised"
             ) from None
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 
-from common.model_files.gguf_header import read_gguf_header
+from common.model_files.gguf_model import read_gguf
 from executor_svc.kernels_cpu.packing import Blocks, Format, pack, quantise
 from executor_svc.loader.names import Part
-from executor_svc.loader.sources import _GgufSource
+from executor_svc.loader.sources import _GgufSource, _map
 
 
 def matrix(rows: int = 64, depth: int = 96, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -28,12 +28,7 @@ def test_blocks_of_a_gguf_file_say_what_its_reader_says(tmp_path: Path, kind: GG
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    header = read_gguf_header(path)
-    import mmap
-
-    with path.open("rb") as file:
-        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    source = _GgufSource(header, buffer, permuted=True)
+    source = _GgufSource(read_gguf(path), {path: _map(path)}, permuted=True)
     part = Part(0, "qkv", "q", "blk.0.attn_q.weight", (64, 96), rotary_heads=heads)
     blocks = source.read_blocks(part)
     assert blocks is not None

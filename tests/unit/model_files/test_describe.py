@@ -41,7 +41,7 @@ def make_gguf(path: Path, **values: Any) -> Path:
     writer.add_token_list(["a", "b", "<|eot_id|>", "<|im_end|>"])
     writer.add_token_types([1, 1, 3, 1])
     for key, value in values.items():
-        getattr(writer, f"add_{key}")(value)
+        getattr(writer, f"add_{key}")(*(value if isinstance(value, tuple) else (value,)))
     writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -16,6 +16,7 @@ from common.errors import ModelError
 from common.model_files import catalog
 from tests.fakes.hub_server import Hub, commit_of, serving_hub
 from tests.unit.model_files.test_describe import make_directory, make_gguf
+from tests.unit.model_files.test_gguf_model import split_gguf
 
 NAME = "tiny/llama"
 NEEDED = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
@@ -88,6 +89,22 @@ def test_a_gguf_file_of_a_repository(served: Hub, tmp_path: Path, monkeypatch: p
     offline(monkeypatch)
     assert catalog.pull("tiny/gguf:tiny-Q8_0.gguf") == other.path == catalog.model_path("tiny/gguf:Q8_0")
     assert catalog.model_path("tiny/gguf:Q2_K") is None
+
+
+def test_all_parts_of_a_split_gguf_file(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "ggufs"
+    (directory / "Q8_0").mkdir(parents=True)
+    make_gguf(directory / "tiny-Q4_K_M.gguf")
+    parts = split_gguf(directory / "Q8_0" / "tiny-Q8_0.gguf")
+    served.add("tiny/gguf", directory)
+    files = catalog.resolve("tiny/gguf:Q8_0")
+    assert sorted(served.fetched()) == [part.name for part in parts]
+    assert files.path.name == parts[0].name and files.description.id == "tiny/gguf:Q8_0"
+    assert files.num_bytes == sum(part.stat().st_size for part in parts)
+    offline(monkeypatch)
+    assert catalog.model_path(f"tiny/gguf:{parts[1].name}") == files.path
+    (files.path.parent / parts[1].name).unlink()
+    assert catalog.model_path("tiny/gguf:Q8_0") is None
 
 
 def test_a_connection_that_breaks_is_taken_up_where_it_stopped(

@@ -12,6 +12,13 @@ CLUTTER = [
 ]  # fmt: skip
 QUANTISED = ["x-Q4_K_S.gguf", "x-Q4_K_M.gguf", "x-UD-Q4_K_M.gguf", "x.Q8_0.gguf", "bf16/x-BF16.gguf", "mmproj-F16.gguf"]
 
+SPLIT = [
+    *(f"x-Q4_K_M-{i:05d}-of-00003.gguf" for i in (1, 2, 3)),
+    "x-Q4_K_M.gguf",
+    *(f"f/x-Q8_0-{i:05d}-of-00002.gguf" for i in (1, 2)),
+    *(f"IQ2_M/part-{i:05d}-of-00002.gguf" for i in (1, 2)),
+]
+
 
 def named(reference: str) -> HubName:
     name = parse_hub_name(reference)
@@ -83,13 +90,38 @@ def test_one_gguf_file_needs_no_choice_and_safetensors_come_first() -> None:
 
 
 @pytest.mark.parametrize(
+    ("part", "first"),
+    [
+        ("Q4_K_M", "x-Q4_K_M.gguf"),  # whole and split: the whole one
+        ("x-Q4_K_M-00002-of-00003.gguf", "x-Q4_K_M-00001-of-00003.gguf"),
+        ("q8_0", "f/x-Q8_0-00001-of-00002.gguf"),
+        ("IQ2_M", "IQ2_M/part-00001-of-00002.gguf"),
+    ],
+)
+def test_of_a_split_gguf_file_all_parts_are_needed(part: str, first: str) -> None:
+    stem = first.rsplit("-0", 2)[0]
+    parts = tuple(path for path in sorted(SPLIT) if path.startswith(stem + "-0")) if "-of-" in first else (first,)
+    assert needed_files(named(f"o/n:{part}"), SPLIT) == parts and parts[0] == first
+
+
+def test_one_split_gguf_file_needs_no_choice_either() -> None:
+    alone = [path for path in SPLIT if path.startswith("f/")]
+    assert needed_files(named("o/n"), [*reversed(alone), "README.md"]) == tuple(alone)
+
+
+@pytest.mark.parametrize(
     ("reference", "present", "says"),
     [
         ("o/n:Q5_K_M", QUANTISED, r"o/n:Q5_K_M: .*no GGUF file Q5_K_M; it has .*x-Q4_K_M\.gguf"),
         ("o/n:Q4_K", QUANTISED, "no GGUF file Q4_K;"),
         ("o/n:Q8_0", ["config.json", "model.safetensors"], "no GGUF file Q8_0; it has none"),
         ("o/n", ["x-Q2_K.gguf", "x-Q8_0.gguf"], r"2 GGUF files, none of them Q4_K_M.*o/n:FILE.*x-Q2_K\.gguf"),
-        ("o/n", ["x-Q4_K_M-00001-of-00002.gguf", "x-Q4_K_M-00002-of-00002.gguf"], "split GGUF.*--merge"),
+        ("o/n", [SPLIT[0], "README.md"], r"x-Q4_K_M-00001-of-00003\.gguf is a part.*lacks x-Q4_K_M-00002-of-00003"),
+        (
+            "o/n:Q2_K",
+            SPLIT,
+            r"no GGUF file Q2_K; it has IQ2_M/part-00001-of-00002.gguf, f/x-Q8_0-00001.*, x-Q4_K_M.gguf$",
+        ),
         ("o/n", ["config.json", "pytorch_model.bin"], r"no \*\.safetensors.*pytorch_model\.bin .*never"),
         ("o/n", ["adapter_model.safetensors"], r"no config\.json"),
         ("o/n", [], "no \\*"),

@@ -121,15 +121,17 @@ def write_gguf(
     path: Path,
     quantisation: GGMLQuantizationType | Callable[[str], GGMLQuantizationType] = GGMLQuantizationType.F32,
     extra: Callable[[GGUFWriter], None] = lambda writer: None,
+    **split: Any,
 ) -> Path:
     """Writes `model` as a converter would and, for a lossy type, gives the model the weights the file then holds.
 
     `quantisation`: of all matrices, or of each by its name in the file. Rows that the library can not make are random.
+    `split`: as GGUFWriter has it (split_max_tensors, small_first_shard); then `path`'s parts are written.
     """
     config = model.config
     arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
     rope = config.rope_parameters
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, arch, **split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import ModelError
 from common.model_files.describe import read_model
 from common.model_files.description import ModelDescription, ModelFiles, SamplingDefaults
-from common.model_files.gguf_header import read_gguf_header
+from common.model_files.gguf_model import read_gguf
 from executor_svc.loader.load import load_model
 from executor_svc.loader.names import Part
 from executor_svc.loader.sources import open_source
@@ -120,11 +120,11 @@ def test_every_type_is_dequantised_as_gguf_does_or_refused_by_name(kind: GGMLQua
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    header = read_gguf_header(path)
+    model = read_gguf(path)
     shape = (3, 2 * elements)
-    assert header.tensors["output_norm.weight"].shape == shape
+    assert model.tensors["output_norm.weight"].shape == shape
     description = ModelDescription("one", "", "llama", 1, 1, (), None, SamplingDefaults())
-    files = ModelFiles(path, "gguf", description, {}, gguf=header)
+    files = ModelFiles(path, "gguf", description, {}, gguf=model)
     part = Part(-1, "final_norm", "", "output_norm.weight", shape)
     with open_source(files) as source:
         try:
