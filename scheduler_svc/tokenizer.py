@@ -10,6 +10,7 @@ import tokenizers
 from common.errors import InvalidInput, ModelError, NotSupported
 from common.messages import U32
 from common.model_files.description import ModelFiles
+from common.model_files.gguf_values import GgufValues
 from common.model_files.safetensors_header import read_json
 from scheduler_svc.chat_template import ChatTemplate
 from scheduler_svc.detokenizer import DecodeRules, IncrementalDecoder, PieceTable, rules_from_json
@@ -149,23 +150,20 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer | None:
 
 def _from_gguf(files: ModelFiles) -> Tokenizer | None:
     assert files.gguf is not None
-    metadata = files.gguf.metadata
-    backend = build_tokenizer(metadata, str(files.path))
+    values = GgufValues(files.gguf.metadata, files.path)
+    backend = build_tokenizer(files.gguf.metadata, str(files.path))
     if backend is None:
         return None
-    byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    byte_level = values.text("tokenizer.ggml.model") == "gpt2"
+    prefix = values.flag("tokenizer.ggml.add_space_prefix", True)
     rules = DecodeRules(byte_level=True) if byte_level else DecodeRules(False, True, "▁", prefix)
     special: dict[str, str] = {}
     for role, name in _GGUF_ROLES.items():
-        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        text = backend.id_to_token(token_id) if isinstance(token_id, int) else None
+        token_id = values.whole(f"tokenizer.ggml.{name}_token_id")
+        text = backend.id_to_token(token_id) if token_id is not None and 0 <= token_id < 1 << 32 else None
         if text is not None:
             special[role] = text
-    template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        backend, rules, special_tokens=special, chat_template=template if isinstance(template, str) else None
-    )
+    return Tokenizer(backend, rules, special_tokens=special, chat_template=values.text("tokenizer.chat_template"))
 
 
 def _from_directory(directory: Path) -> Tokenizer | None:

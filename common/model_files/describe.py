@@ -54,7 +54,7 @@ def _read_gguf(path: Path, model_id: str) -> ModelFiles:
         vocab_size=vocab_size,
         max_positions=_positive(config, "max_position_embeddings", path),
         eos_ids=gguf_eos_ids(gguf, vocab_size),
-        bos_id=gguf_bos_id(gguf.metadata),
+        bos_id=gguf_bos_id(gguf, vocab_size),
         default_sampling=_checked_sampling(gguf_sampling(gguf.metadata), path),
     )
     return ModelFiles(path, "gguf", description, config, gguf=gguf)

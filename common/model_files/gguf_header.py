@@ -95,9 +95,10 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
     cursor.at = 4
     version = cursor.scalar("I")
     if version not in (2, 3):
-        raise ModelError(
-            f"{path}: GGUF version {version} (or byte order) is not supported; 2 and 3, little-endian, are"
-        )
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if swapped in (2, 3):
+            raise ModelError(f"{path}: a big-endian GGUF file, which is not read (gguf-convert-endian turns it round)")
+        raise ModelError(f"{path}: GGUF version {version} is not supported; 2 and 3 are")
     num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):

@@ -8,6 +8,7 @@ from executor_svc.models.config import ModelConfig
 EMBEDDING = "embedding"
 FINAL_NORM = "final_norm"
 HEAD = "head"
+ROPE_DIVISORS = "rope_freqs.weight"  # in GGUF alone
 
 # Our field of LayerWeights -> parts stacked into it, in order. Each part: (Hugging Face, GGUF) name inside the layer.
 _MATRICES = {

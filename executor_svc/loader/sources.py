@@ -18,7 +18,7 @@ from common.model_files.gguf_header import GgufTensor
 from common.model_files.gguf_model import GgufModel
 from executor_svc.kernels_cpu.packing import Blocks, Format
 from executor_svc.loader import gguf_blocks
-from executor_svc.loader.names import Part
+from executor_svc.loader.names import ROPE_DIVISORS, Part
 from executor_svc.loader.random import RandomSource
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -135,7 +135,7 @@ class _GgufSource:
         return _unpermute(rows, part.rotary_heads) if part.rotary_heads and self._permuted else rows
 
     def rope_divisors(self, head_dim: int) -> torch.Tensor | None:
-        info = self._model.tensors.get("rope_freqs.weight")
+        info = self._model.tensors.get(ROPE_DIVISORS)
         if info is None:
             return None
         _check_shape(str(info.path), info.name, info.shape, (head_dim // 2,))

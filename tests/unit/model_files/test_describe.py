@@ -40,6 +40,10 @@ def make_gguf(path: Path, **values: Any) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["a", "b", "<|eot_id|>", "<|im_end|>"])
     writer.add_token_types([1, 1, 3, 1])
+    for key in values:
+        writer.kv_data[0].pop(
+            {"token_list": "tokenizer.ggml.tokens", "token_types": "tokenizer.ggml.token_type"}.get(key, ""), None
+        )
     for key, value in values.items():
         getattr(writer, f"add_{key}")(*(value if isinstance(value, tuple) else (value,)))
     writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
@@ -87,7 +91,21 @@ def test_a_gguf_file_is_described(tmp_path: Path) -> None:
     assert (files.description.id, files.description.vocab_size, files.description.bos_id) == ("tiny", 4, 0)
     assert files.description.eos_ids == (1, 2)  # the control token that ends a turn too, not its look-alike
     told = read_model(make_gguf(tmp_path / "told.gguf", eos_token_id=1, eot_token_id=3)).description
-    assert told.eos_ids == (1, 3)
+    assert told.eos_ids == (1, 2, 3)
+
+
+def test_every_token_that_ends_a_text_or_turn_is_an_end_though_a_file_names_one(tmp_path: Path) -> None:
+    """Qwen's end of text beside its end of a turn, Llama's three; as in their generation_config.json."""
+    tokens = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>", "a", "b"]
+    path = make_gguf(tmp_path / "m.gguf", token_list=tokens, token_types=[3, 3, 3, 3, 4, 1, 1, 1], eos_token_id=1)
+    files = read_model(path)
+    assert files.description.vocab_size == 4  # rows of the embedding: ids beyond are no tokens of the model
+    assert files.description.eos_ids == (0, 1, 3)
+
+
+def test_special_tokens_that_do_not_exist_are_none(tmp_path: Path) -> None:
+    files = read_model(make_gguf(tmp_path / "m.gguf", bos_token_id=2**32 - 1, eos_token_id=99))
+    assert files.description.bos_id is None and files.description.eos_ids == (2,)
 
 
 def test_the_only_gguf_file_of_a_directory_is_its_model(tmp_path: Path) -> None:

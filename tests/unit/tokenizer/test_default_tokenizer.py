@@ -72,4 +72,4 @@ def test_a_chat_is_written_as_the_model_learned_it(tokenizer: Tokenizer) -> None
 def test_the_description_fits_the_tokenizer(tokenizer: Tokenizer) -> None:
     description = default_files().description
     assert description.vocab_size == tokenizer.vocab_size == 49152
-    assert description.eos_ids == (2,) and description.max_positions == 8192
+    assert description.eos_ids == (0, 2) and description.max_positions == 8192  # end of text, end of a turn

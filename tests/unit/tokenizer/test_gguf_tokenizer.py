@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import transformers
 from gguf import GGUFWriter
+from tokenizers import decoders
 
 from common.errors import ModelError
 from common.model_files.describe import read_model
+from common.model_files.gguf_values import GgufValues
+from scheduler_svc.gguf_cuts import cutter, kind_of
 from scheduler_svc.gguf_tokenizer import build_tokenizer
 from scheduler_svc.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.tokenizer.vocabularies import (
@@ -37,7 +40,7 @@ _ADDERS = {
 }
 
 
-def load(metadata: dict[str, Any], directory: Path, template: str = "") -> Tokenizer:
+def load(metadata: dict[str, Any], directory: Path, template: str = "", rows: int = 8) -> Tokenizer:
     """Through a real file."""
     writer = GGUFWriter(directory / "m.gguf", "llama")
     writer.add_context_length(64)
@@ -45,7 +48,7 @@ def load(metadata: dict[str, Any], directory: Path, template: str = "") -> Token
         getattr(writer, _ADDERS[key.removeprefix("tokenizer.ggml.")])(value)
     if template:
         writer.add_chat_template(template)
-    writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
+    writer.add_tensor("token_embd.weight", np.zeros((rows, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -87,7 +90,50 @@ def test_numbers_are_cut_as_each_kind_cuts_them(pre: str, pieces: list[str], tmp
     assert tokenizer.tokens(tokenizer.encode("11111", add_special_tokens=False)) == pieces
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "default", ""])
+# By kind the pieces of one text, to the letter: words, capitals, numbers, marks, spaces, other scripts.
+TEXT = 'It\'s IN iPhones\r\n 3.14159,  x="a"?\n\n日本語123 Ա՝օ'
+PIECES = {
+    "gpt-2": 'It|\'s| IN| iPhones|\r\n| 3|.|14159|,| | x|="|a|"?|\n|\n|日本語|123| Ա|՝|օ',
+    "smollm": 'It|\'s| IN| iPhones|\r\n |3|.|1|4|1|5|9|,| | x|="|a|"?|\n|\n|日本語|1|2|3| Ա|՝|օ',
+    "llama-bpe": 'It|\'s| IN| iPhones|\r\n| |3|.|141|59|,| | x|="|a|"?\n\n|日本語|123| Ա|՝օ',
+    "qwen2": 'It|\'s| IN| iPhones|\r\n| |3|.|1|4|1|5|9|,| | x|="|a|"?\n\n|日本語|1|2|3| Ա|՝օ',
+    "seed-coder": 'It|\'s| IN| iPhones|\r\n| |3|.|1|4|1|5|9|,| | x|="|a|"?|\n\n|日本語|1|2|3| Ա|՝օ',
+    "tekken": 'It|\'s| IN| i|Phones|\r\n| |3|.|1|4|1|5|9|,| | x|="|a|"?\n\n|日本語|1|2|3| Ա|՝օ',
+    "gpt-4o": 'It\'s| IN| i|Phones|\r\n| |3|.|141|59|,| | x|="|a|"?\n\n|日本語|123| Ա|՝օ',
+    "deepseek-llm": 'It|\'|s| IN| iPhones|\r|\n| |3|.|1|4|1|5|9|,| | x|="|a|"?|\n|\n|日本語|1|2|3| Ա|՝օ',
+    "deepseek-coder": 'It|\'|s| IN| iPhones|\r|\n| |3|.|1|4|1|5|9|,| | x|=|"|a|"?|\n|\n|日本語|1|2|3| Ա|՝|օ',
+    "deepseek-v3": 'It|\'s| IN| iPhones|\r\n| |3|.|141|59|,| | x|="|a|"?\n\n|日本語|123| Ա|՝|օ',
+}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_a_text_is_cut_as_each_kind_cuts_it(kind: str) -> None:
+    pieces = [piece for piece, _ in cutter(kind).pre_tokenize_str(TEXT)]
+    decoder = decoders.ByteLevel()
+    assert [decoder.decode([piece]) for piece in pieces] == PIECES[kind].split("|")
+
+
+def test_a_file_that_does_not_say_how_it_cuts_is_taken_as_its_architecture_does() -> None:
+    def kind(architecture: str, *tokens: str, **more: str) -> str:
+        metadata = {"general.architecture": architecture, "tokenizer.ggml.tokens": list(tokens), **more}
+        return kind_of(GgufValues(metadata, "some.gguf"), "some.gguf")
+
+    assert kind("qwen2") == kind("qwen3", **{"tokenizer.ggml.pre": "default"}) == "qwen2"
+    assert kind("llama") == "gpt-2" and kind("llama", "<|begin_of_text|>") == "llama-bpe"
+    assert kind("qwen2", **{"tokenizer.ggml.pre": "smollm"}) == "smollm"
+
+
+def test_a_vocabulary_may_have_fewer_tokens_than_the_embedding_rows_and_empty_ones(tmp_path: Path) -> None:
+    metadata = byte_level_metadata("qwen2")
+    metadata["tokenizer.ggml.tokens"] += ["", "[PAD1]"]
+    metadata["tokenizer.ggml.token_type"] += [1, 5]
+    tokenizer = load(metadata, tmp_path, rows=len(metadata["tokenizer.ggml.tokens"]) + 64)
+    ids = tokenizer.encode("hello world")
+    padded = tokenizer.vocab_size + 63
+    assert tokenizer.decode([*ids, padded]) == "hello world" and tokenizer.id_to_piece(padded) == ""
+
+
+@pytest.mark.parametrize("pre", [*PIECES, "default", ""])
 def test_every_kind_gives_every_text_back(pre: str, tmp_path: Path) -> None:
     tokenizer = load(byte_level_metadata(pre), tmp_path)
     for text in TEXTS:
@@ -154,6 +200,8 @@ def test_special_tokens_are_those_of_their_type(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "bert"}, "bert"),
         ({"tokenizer.ggml.pre": "martian"}, "martian"),
         ({"tokenizer.ggml.merges": ["a nothingness"]}, "can not be built"),
+        ({"tokenizer.ggml.merges": []}, "merges is missing"),
+        ({"tokenizer.ggml.tokens": 5}, "tokens must be a list of texts"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type"),
         ({"tokenizer.ggml.model": "llama"}, "scores"),
     ],
