@@ -1,5 +1,6 @@
 """A tokenizer from the vocabulary in a GGUF file's metadata."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from scheduler_svc.gguf_cuts import NORMALISED, WHOLE_WORDS, cutter, kind_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "▁"
+_BYTES = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer | None:
@@ -21,7 +23,7 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer | Non
         return None
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"{source}: tokenizer.ggml.model {kind!r} is not supported; gpt2 and llama are")
-    types = values.numbers("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = values.numbers("tokenizer.ggml.token_type") or _types(values, tokens)
     if len(types) != len(tokens):
         raise ModelError(f"{source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     cut = kind_of(values, source) if kind == "gpt2" else ""
@@ -35,6 +37,16 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer | Non
     _add_tokens(tokenizer, tokens, types)
     _frame(tokenizer, values, tokens, begins=not cut or cut in WHOLE_WORDS)
     return tokenizer
+
+
+def _types(values: GgufValues, tokens: Sequence[str]) -> list[int]:
+    """For a file that does not say: what is named as special or spelled as a byte, and text."""
+    types = [_BYTE if _BYTES.fullmatch(token) else _NORMAL for token in tokens]
+    for role, kind in (("unknown", _UNKNOWN), ("bos", _CONTROL), ("eos", _CONTROL), ("eot", _CONTROL)):
+        token_id = values.whole(f"tokenizer.ggml.{role}_token_id")
+        if token_id is not None and 0 <= token_id < len(tokens):
+            types[token_id] = kind
+    return types
 
 
 def _byte_level(values: GgufValues, tokens: Sequence[str], cut: str, source: str) -> Tokenizer:
@@ -62,7 +74,7 @@ def _sentencepiece(values: GgufValues, tokens: Sequence[str], types: Sequence[in
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     merges = _merges_by_score(tokens, types, scores)
-    has_bytes = any(kind == _BYTE for kind in types)
+    has_bytes = any(kind == _BYTE for kind in types) or all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes))
     prefix = values.flag("tokenizer.ggml.add_space_prefix", True)
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(_SPACE)] if prefix else []
@@ -75,10 +87,12 @@ def _sentencepiece(values: GgufValues, tokens: Sequence[str], types: Sequence[in
 def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose joint piece scores highest; as BPE: every split of every piece, best
     piece first."""
-    known = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
+    # Runs of spaces are often user-defined: matched by themselves they would not be, since texts have no "▁".
+    joined = (_NORMAL, _USER_DEFINED)
+    known = {token for token, kind in zip(tokens, types, strict=True) if kind in joined}
     ranked = []
     for index, token in enumerate(tokens):
-        if types[index] != _NORMAL:
+        if types[index] not in joined:
             continue
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]

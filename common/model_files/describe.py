@@ -10,7 +10,7 @@ from common.errors import ModelError
 from common.model_files.description import ModelDescription, ModelFiles, SamplingDefaults
 from common.model_files.gguf_config import gguf_bos_id, gguf_config, gguf_eos_ids, gguf_sampling
 from common.model_files.gguf_model import GgufModel, read_gguf
-from common.model_files.gguf_parts import one_a_model
+from common.model_files.gguf_parts import is_model, one_a_model
 from common.model_files.safetensors_header import SafetensorsHeader, read_json, read_shards
 
 _HASH_FORM = b"stepwire-model-1\n"
@@ -32,13 +32,14 @@ def read_model(path: Path, model_id: str = "", *, dummy: bool = False) -> ModelF
         return _read_gguf(path, model_id)
     if not path.is_dir():
         raise ModelError(f"{path}: no such file or directory")
-    if (path / "config.json").is_file():
+    ggufs = one_a_model(sorted(file.name for file in path.iterdir() if is_model(file.name)))
+    # A folder of GGUF files may have the original's configuration too.
+    if (path / "config.json").is_file() and not (ggufs and not any(path.glob("*.safetensors"))):
         return _read_directory(path, model_id or path.resolve().name)
-    ggufs = one_a_model(sorted(file.name for file in path.glob("*.gguf")))
     if len(ggufs) == 1:
         return _read_gguf(path / ggufs[0], model_id)
     if ggufs:
-        raise ModelError(f"{path}: holds {len(ggufs)} GGUF files; name one of them")
+        raise ModelError(f"{path}: holds {len(ggufs)} GGUF files; name one of them: {', '.join(ggufs[:12])}")
     state = "an empty directory" if not any(path.iterdir()) else "no model: neither config.json nor a GGUF file in it"
     raise ModelError(f"{path}: {state}")
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.ASCII | re.IGNORECASE)
+# What lies beside models in folders and repositories: a vision tower's projector, a quantiser's statistics.
+_BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,11 @@ def parse_part(name: str) -> PartName | None:
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return None
     return PartName(match["stem"], int(match["number"]), int(match["count"]), match["ending"])
+
+
+def is_model(name: str) -> bool:
+    """By its name alone: a GGUF file that holds a language model or a part of one."""
+    return name.lower().endswith(".gguf") and not _BESIDE.search(name)
 
 
 def one_a_model(names: Iterable[str]) -> list[str]:

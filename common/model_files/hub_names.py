@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from common.errors import ModelError
-from common.model_files.gguf_parts import one_a_model, parse_part
+from common.model_files.gguf_parts import is_model, one_a_model, parse_part
 
 _HUB_ID = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<part>[\w./-]+))?", re.ASCII
@@ -22,7 +22,6 @@ _DESCRIPTION = (
 )
 # What a repository's owner most often recommends, and what llama.cpp and Ollama take where nothing is said.
 DEFAULT_QUANTISATION = "Q4_K_M"
-_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _SHOWN = 12
 
 
@@ -49,7 +48,7 @@ def parse_hub_name(reference: str) -> HubName | None:
 def needed_files(name: HubName, present: Collection[str]) -> tuple[str, ...]:
     """The files to fetch of those `present` (paths in the repository): one GGUF file or all parts of one, or config,
     tokenizer and safetensors. Never pickled weights, never code. Raises ModelError saying what there is instead."""
-    ggufs = sorted(path for path in present if path.lower().endswith(".gguf") and not _NO_MODEL.search(path))
+    ggufs = sorted(path for path in present if is_model(path))
     if name.part:
         return _named_gguf(name, ggufs)
     # Mistral's repositories hold all weights a second time, under names of their own that no loader here reads.

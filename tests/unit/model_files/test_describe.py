@@ -111,8 +111,11 @@ def test_special_tokens_that_do_not_exist_are_none(tmp_path: Path) -> None:
 def test_the_only_gguf_file_of_a_directory_is_its_model(tmp_path: Path) -> None:
     make_gguf(tmp_path / "one.gguf")
     assert read_model(tmp_path).path == tmp_path / "one.gguf"
+    make_gguf(tmp_path / "mmproj-F16.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert read_model(tmp_path).path == tmp_path / "one.gguf"
     make_gguf(tmp_path / "two.gguf")
-    with pytest.raises(ModelError, match="2 GGUF files"):
+    with pytest.raises(ModelError, match=r"2 GGUF files; name one of them: one\.gguf, two\.gguf"):
         read_model(tmp_path)
 
 

@@ -172,6 +172,27 @@ def test_sentencepiece_puts_its_space_after_special_tokens_too(tmp_path: Path) -
     assert bare.decode(bare.encode(" def", False)) == " def"
 
 
+def test_runs_of_spaces_are_pieces_though_the_file_calls_them_user_defined(tmp_path: Path) -> None:
+    metadata = piece_metadata()
+    for key, more in (("tokens", ["▁▁", "▁▁▁▁"]), ("token_type", [4, 4]), ("scores", [-1000.0, -1001.0])):
+        metadata[f"tokenizer.ggml.{key}"] += more
+    tokenizer = load(metadata, tmp_path)
+    ids = tokenizer.encode("def     add", False)
+    assert tokenizer.tokens(ids) == ["▁def", "▁▁▁▁", "▁add"]
+    assert tokenizer.decode(ids) == "def     add"
+
+
+def test_a_file_that_gives_no_types_has_those_that_can_be_told(tmp_path: Path) -> None:
+    metadata = piece_metadata()
+    typed = load(metadata, tmp_path)
+    del metadata["tokenizer.ggml.token_type"]
+    untyped = load(metadata, tmp_path)
+    assert untyped.special_ids == {0, 1, 2}
+    for text in TEXTS:
+        if "<|user|>" not in text:  # which only its type tells from text
+            assert untyped.encode(text) == typed.encode(text)
+
+
 def test_bos_is_added_as_the_file_says_or_as_its_kind_has_it(tmp_path: Path) -> None:
     def begins(metadata: dict[str, Any]) -> bool:
         tokenizer = load(metadata, tmp_path)
