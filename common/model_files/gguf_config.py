@@ -30,14 +30,16 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
 
     if whole("context_length") is None:
         raise ModelError(f"{model.path}: {arch}.context_length is missing")
-    heads = whole("attention.head_count")
+    heads, layers = whole("attention.head_count"), whole("block_count")
+    if layers is not None and layers > len(model.tensors):
+        raise ModelError(f"{model.path}: {arch}.block_count is {layers}, there are {len(model.tensors)} tensors")
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": _vocab_size(model, arch),
         "hidden_size": whole("embedding_length"),
         "intermediate_size": whole("feed_forward_length"),
-        "num_hidden_layers": whole("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": whole("attention.head_count_kv", heads),
         "max_position_embeddings": whole("context_length"),

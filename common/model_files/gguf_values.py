@@ -8,7 +8,7 @@ import numpy as np
 
 from common.errors import ModelError
 
-_Kind = TypeVar("_Kind", str, bool, int)
+_Kind = TypeVar("_Kind", str, int)
 
 
 class GgufValues:
@@ -25,8 +25,10 @@ class GgufValues:
         return self._of(str, key, default, "a text")
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._of(bool, key, default, "true or false")
-        return default if value is None else value
+        value = self._metadata.get(key, default)
+        if not isinstance(value, int) or value not in (0, 1):  # some writers have no type for it, and give 1 or 0
+            raise self._mistyped(key, "true or false", value)
+        return bool(value)
 
     def whole(self, key: str, default: int | None = None) -> int | None:
         """A list of one number for each layer is that number, where it is the same for all."""
@@ -63,7 +65,7 @@ class GgufValues:
 
     def _of(self, kind: type[_Kind], key: str, default: _Kind | None, name: str) -> _Kind | None:
         value = self._metadata.get(key, default)
-        if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+        if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
             return value
         raise self._mistyped(key, name, value)
 

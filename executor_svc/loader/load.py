@@ -6,7 +6,8 @@ import torch
 
 from common.errors import ModelError
 from common.model_files.description import ModelFiles, Progress, no_progress
-from executor_svc.loader.names import EMBEDDING, FINAL_NORM, HEAD, ROPE_DIVISORS, Part, parts
+from executor_svc.loader.gguf_tensors import check_tensors
+from executor_svc.loader.names import EMBEDDING, FINAL_NORM, HEAD, Part, parts
 from executor_svc.loader.sources import TensorSource, open_source
 from executor_svc.models.config import ModelConfig, parse_config
 from executor_svc.models.decoder import Decoder, DecoderWeights, LayerWeights
@@ -21,17 +22,11 @@ _DTYPES = {
 
 
 def model_config(files: ModelFiles) -> ModelConfig:
-    """The decoder's shape. Raises ModelError naming the file: for an unsupported architecture, a mistyped value, or a
-    tensor of a GGUF file that this decoder would leave out of its computation."""
+    """The decoder's shape. Raises ModelError naming the file: for an unsupported architecture, a mistyped value, or
+    tensors of a GGUF file that are not those of such a decoder."""
     config = parse_config(files.config, files.config_source)
     if files.gguf is not None:
-        known = {ROPE_DIVISORS, *(part.gguf_name for part in parts(config))}
-        for name, tensor in files.gguf.tensors.items():
-            if name not in known:
-                raise ModelError(
-                    f"{tensor.path}: tensor {name} belongs to no {config.architecture} model of "
-                    f"{config.num_layers} layers as this decoder computes it"
-                )
+        check_tensors(files.gguf, config)
     return config
 
 

@@ -18,6 +18,7 @@ from common.model_files.gguf_header import GgufTensor
 from common.model_files.gguf_model import GgufModel
 from executor_svc.kernels_cpu.packing import Blocks, Format
 from executor_svc.loader import gguf_blocks
+from executor_svc.loader.gguf_tensors import check_shape, find_tensor
 from executor_svc.loader.names import ROPE_DIVISORS, Part
 from executor_svc.loader.random import RandomSource
 
@@ -96,7 +97,7 @@ class _SafetensorsSource:
         info = shard.tensors[part.hf_name]
         if info.dtype not in _FLOATS:
             raise ModelError(f"{shard.path}: tensor {part.hf_name} has type {info.dtype}, not one of F32, F16, BF16")
-        _check_shape(str(shard.path), part.hf_name, info.shape, part.shape)
+        check_shape(str(shard.path), part.hf_name, info.shape, part.shape)
         tensor: torch.Tensor = self._open[shard.path.name].get_tensor(part.hf_name)
         return tensor
 
@@ -114,22 +115,15 @@ class _GgufSource:
         self._permuted = permuted
 
     def read(self, part: Part) -> torch.Tensor:
-        return torch.from_numpy(self._in_order(part, self._dequantize(self._find(part))))
+        return torch.from_numpy(self._in_order(part, self._dequantize(find_tensor(self._model, part))))
 
     def read_blocks(self, part: Part, *, only_kept: bool = False) -> Blocks | None:
-        info = self._find(part)
+        info = find_tensor(self._model, part)
         if len(info.shape) != 2 or gguf_blocks.format_of(info.type) is Format.DENSE:
             return None
         raw = self._in_order(part, self._raw(info).reshape(info.shape[0], -1))
         with self._dequantising(info):
             return gguf_blocks.read_blocks(raw, info.type, only_kept=only_kept)
-
-    def _find(self, part: Part) -> GgufTensor:
-        info = self._model.tensors.get(part.gguf_name)
-        if info is None:
-            raise ModelError(f"{self._model.path}: tensor {part.gguf_name} is missing")
-        _check_shape(str(info.path), part.gguf_name, info.shape, part.shape)
-        return info
 
     def _in_order(self, part: Part, rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
         return _unpermute(rows, part.rotary_heads) if part.rotary_heads and self._permuted else rows
@@ -138,7 +132,7 @@ class _GgufSource:
         info = self._model.tensors.get(ROPE_DIVISORS)
         if info is None:
             return None
-        _check_shape(str(info.path), info.name, info.shape, (head_dim // 2,))
+        check_shape(str(info.path), info.name, info.shape, (head_dim // 2,))
         return torch.from_numpy(self._dequantize(info).astype(np.float32))
 
     def _dequantize(self, info: GgufTensor) -> np.ndarray[Any, np.dtype[Any]]:
@@ -172,8 +166,3 @@ def _unpermute(array: np.ndarray[Any, np.dtype[Any]], heads: int) -> np.ndarray[
     rows = array.shape[0]
     paired = array.reshape(heads, rows // heads // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
-
-
-def _check_shape(source: str, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if found != wanted:
-        raise ModelError(f"{source}: tensor {name} has shape {list(found)}, the configuration asks for {list(wanted)}")

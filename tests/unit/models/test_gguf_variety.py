@@ -70,6 +70,7 @@ SAME: dict[str, tuple[str, dict[str, Any], Change]] = {
     "no number of key/value heads": (
         "llama", {"num_key_value_heads": 4}, lambda w: drop(w, "attention.head_count_kv")
     ),
+    "a flag written as a number": ("llama", {}, lambda w: w.add_uint8("llama.attention.causal", 1)),
     "a theta that is usual": ("llama", {}, lambda w: drop(w, "rope.freq_base")),
 }  # fmt: skip
 
@@ -102,6 +103,10 @@ REFUSED: dict[str, Change] = {
     ),
     "head_count_kv differs from layer to layer": lambda w: instead(w, "attention.head_count_kv", [2, 1]),
     "llama.block_count must be a whole number": lambda w: w.add_string("llama.block_count", "2"),
+    "llama.block_count is 2147483647, there are": lambda w: w.add_block_count(2**31 - 1),
+    "tensor blk.0.ffn_gate.weight has shape [96, 64], the configuration asks for [4096, 64]": lambda w: (
+        w.add_feed_forward_length(4096)
+    ),
     "llama.context_length is missing": lambda w: drop(w, "context_length"),
     "mixture-of-experts": lambda w: w.add_expert_count(4),
     "attention to later tokens": lambda w: w.add_causal_attention(False),
